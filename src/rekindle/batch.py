@@ -1,0 +1,57 @@
+"""What one forward runs: a ragged batch of segments. Crosses every border, so it holds no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Wanted(StrEnum):
+    """Which rows of a segment need logits."""
+
+    NONE = "none"
+    LAST = "last"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of one sequence: a prefill chunk, a decode row, or a block to verify."""
+
+    slot: int
+    position: int  # tokens the slot's state has consumed before this segment
+    tokens: tuple[int, ...]
+    wanted: Wanted = Wanted.NONE
+    rewindable: bool = False  # keep the rows so that rewind() may go back into this segment
+
+    def __post_init__(self) -> None:
+        assert self.tokens, "a segment holds at least one token"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def end(self) -> int:
+        return self.position + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The segments of one forward, at most one per slot."""
+
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        slots = [segment.slot for segment in self.segments]
+        assert len(slots) == len(set(slots)), f"a slot appears twice in one batch: {slots}"
+
+    @property
+    def rows(self) -> int:
+        return sum(len(segment) for segment in self.segments)
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of logits that the last stage returns, segment by segment in order."""
+        return sum(
+            len(s) if s.wanted is Wanted.ALL else int(s.wanted is Wanted.LAST) for s in self.segments
+        )

@@ -1,0 +1,69 @@
+"""Every error that the world can cause, as one tree. What only we can cause is an assert.
+
+RekindleError                  show its message to the user; the base of all
+├── BadModelFile               a weight file is truncated, unknown, or a tensor has the wrong shape
+├── BadConfig                  a setting is unknown, out of range, or contradicts another
+├── BadRequest                 a client's field is wrong; `field` names it                    → 400
+├── PromptTooLong              prompt + answer do not fit the context                          → 400
+├── QueueFull                  the bounded queue is full; try again later                      → 429
+├── DoesNotFit                 the plan cannot place the model in the budgets given
+├── SnapshotMismatch           a snapshot and the stage that should take it disagree
+├── BadSnapshotFile            a file of the disk tier is truncated, altered or foreign
+├── StageLost                  a shard died or missed its deadline                             → 503
+├── LinkRefused                the two ends of a link do not agree, or a key is not allowed
+└── BadFrame                   a frame lies about its sizes or kinds
+"""
+
+from __future__ import annotations
+
+
+class RekindleError(Exception):
+    """Base of all errors whose message is written for the user."""
+
+
+class BadModelFile(RekindleError):
+    """A weight file cannot be used. The message names the file, the tensor and both sides."""
+
+
+class BadConfig(RekindleError):
+    """A setting is unknown, out of range, or contradicts another."""
+
+
+class BadRequest(RekindleError):
+    """A field of a request is wrong."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class PromptTooLong(BadRequest):
+    """Prompt and answer together do not fit the context."""
+
+
+class QueueFull(RekindleError):
+    """The waiting line has reached its bound."""
+
+
+class DoesNotFit(RekindleError):
+    """The model, or the least it needs to run, does not fit the budgets given."""
+
+
+class SnapshotMismatch(RekindleError):
+    """A snapshot and the stage that should take it disagree; the message names both sides."""
+
+
+class BadSnapshotFile(RekindleError):
+    """A file of the disk tier is truncated, altered, or from another model or version."""
+
+
+class StageLost(RekindleError):
+    """A stage stopped answering inside its deadline."""
+
+
+class LinkRefused(RekindleError):
+    """The two ends of a link do not agree on protocol, model, span or key."""
+
+
+class BadFrame(RekindleError):
+    """A frame's header and its bytes disagree."""

@@ -1,0 +1,110 @@
+"""The snapshot: all state of one sequence at one position, in a layout that knows no split, device or pool.
+
+A chain of snapshots shares its sealed pages by reference, so n boundaries of one conversation hold every page
+once and only the recurrent parts anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rekindle.errors import SnapshotMismatch
+from rekindle.spec import PAGE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Page:
+    """One layer's K and V of PAGE consecutive positions, sealed: nobody writes it again.
+
+    Compared by identity: two pages are the same page only if they are the same object (or, on disk, the same
+    content address).
+    """
+
+    data: torch.Tensor  # [2, PAGE, kv_heads, row] in host memory, contiguous; row is head_dim for float types
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvPart:
+    """What one attention layer holds: sealed pages, then the rows of the page that is still open."""
+
+    layer: int
+    pages: tuple[Page, ...]
+    tail: torch.Tensor  # [2, rows, kv_heads, row], 0 <= rows < PAGE
+
+    @property
+    def position(self) -> int:
+        return len(self.pages) * PAGE + self.tail.shape[1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaPart:
+    """What one DeltaNet layer holds: a fixed size, whatever the position."""
+
+    layer: int
+    state: torch.Tensor  # [value_heads, key_dim, value_dim] float32, value heads in tiled order
+    window: torch.Tensor  # [conv_width - 1, conv_channels] float32, oldest row first
+
+    @property
+    def nbytes(self) -> int:
+        return self.state.nbytes + self.window.nbytes
+
+
+Part = KvPart | DeltaPart
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """How the tokens up to `stop` were computed, so that audits know which bound to apply."""
+
+    stop: int
+    how: str  # prefill, decode or verify
+    cuts: tuple[int, ...] = ()  # prefill: chunk edges inside the stretch that do not lie on the grid
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """All state after `tokens`. Its key is its tokens, so a key is exactly as long as its state (law 1)."""
+
+    tokens: np.ndarray  # int32 [position]
+    parts: tuple[Part, ...]  # one per layer, ascending
+    logits: torch.Tensor | None  # [vocab] float32 after the last token; None where no logits were computed
+    grid: int  # chunk grid of the prefill that made it
+    stretches: tuple[Stretch, ...]  # tile [0, position)
+    drafter: tuple[torch.Tensor, ...] = ()  # the drafter's context; empty without one
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if isinstance(part, KvPart) and part.position != self.position:
+                raise SnapshotMismatch(
+                    f"layer {part.layer} holds {part.position} positions, the snapshot's key is {self.position} long"
+                )
+
+    @property
+    def position(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that no other snapshot of the chain can share: recurrent parts, tails, logits, drafter."""
+        fixed = sum(p.tail.nbytes if isinstance(p, KvPart) else p.nbytes for p in self.parts)
+        logits = self.logits.nbytes if self.logits is not None else 0
+        return fixed + logits + sum(t.nbytes for t in self.drafter) + self.tokens.nbytes
+
+
+class StateHolder(Protocol):
+    """Whoever holds sequence state answers these verbs: a stage, local or remote, and the drafter."""
+
+    def open(self, slot: int) -> None: ...
+    def close(self, slot: int) -> None: ...
+    def capture(self, slot: int) -> Sequence[Part]: ...
+    def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None: ...
+    def rewind(self, slot: int, position: int) -> None: ...

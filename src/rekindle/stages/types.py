@@ -1,0 +1,43 @@
+"""What a stage answers. The engine and the pipeline know this and nothing about where layers live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from rekindle.batch import Batch
+from rekindle.snapshots.types import StateHolder
+from rekindle.spec import Span
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """The residual stream for the next stage, or logits from the last one."""
+
+    hidden: torch.Tensor | None  # [rows, hidden], None from the last stage
+    logits: torch.Tensor | None  # [batch.logit_rows, vocab] float32, None from all but the last
+
+
+@dataclass(frozen=True, slots=True)
+class PageCount:
+    """Pages of one stage's pool. free + used = total, always."""
+
+    free: int
+    used: int
+    total: int
+
+
+class Stage(StateHolder, Protocol):
+    """A span of layers on a device: local, in another process, or on another machine."""
+
+    @property
+    def span(self) -> Span: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    def forward(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput: ...
+    def pages(self) -> PageCount: ...
+    def stop(self) -> None: ...
