@@ -1,0 +1,5 @@
+"""At most N pages of KV; positions ↔ pages."""
+
+from rekindle.pool.pages import PagePool, PageTable, PoolFull
+
+__all__ = ["PagePool", "PageTable", "PoolFull"]

@@ -1,0 +1,61 @@
+"""Settings: read once at the door, checked, frozen. Inside, a constructor takes the few numbers it needs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle.errors import BadConfig
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
+}
+
+
+def parse_bytes(text: str, setting: str) -> int:
+    """'24GiB', '512MB', '1.5G', '4096' → bytes. G and GiB are 2^30, GB is 10^9."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?(?:iB|B)?)", text.strip())
+    if match is None or match[2] not in _UNITS:
+        raise BadConfig(f"{setting}: '{text}' is not a size; write for instance 24GiB, 512MiB or 4096")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def show_bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What a user can say about a running model. 'None' means: decide, and say why."""
+
+    model: Path
+    devices: tuple[str, ...] = ("auto",)
+    split: str = "auto"
+    context: int | None = None
+    sequences: int = 16
+    grid: int = 512
+    queue: int = 256
+    dtype: str | None = None  # of activations: float32 or bfloat16
+    kv_type: str | None = None
+    cache_ram: int = 2 << 30
+    cache_dir: Path | None = None
+    cache_disk: int = 16 << 30
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("--sequences", self.sequences, 1),
+            ("--grid", self.grid, 16),
+            ("--queue", self.queue, 1),
+            ("--context", self.context, 2),
+            ("--threads", self.threads, 1),
+        ):
+            if value is not None and value < least:
+                raise BadConfig(f"{name} is {value}; it must be at least {least}")

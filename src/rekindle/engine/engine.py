@@ -1,0 +1,500 @@
+"""The token loop: take requests, restore what is known, run the rest, hand out tokens, capture at boundaries."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Sequential
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from rekindle.batch import Batch, Wanted
+from rekindle.engine.publisher import Publisher
+from rekindle.engine.sampler import draw, logprob_of
+from rekindle.engine.scheduler import Scheduler
+from rekindle.engine.sequence import Phase, Sequence
+from rekindle.engine.types import (
+    CacheReport,
+    Divergence,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    Started,
+    Token,
+)
+from rekindle.errors import BadRequest, PromptTooLong, QueueFull, RekindleError
+from rekindle.prefix import Hit, PrefixCache, Tier
+from rekindle.prompt import Boundary, BoundaryKind
+from rekindle.snapshots.types import Snapshot
+from rekindle.spec import PAGE
+from rekindle.stages import Pipeline, StageOutput
+from rekindle.stages.types import PageCount
+
+log = logging.getLogger("rekindle.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    context: int  # tokens of prompt and answer together
+    queue: int = 256  # requests that may wait for a slot
+    grid: int = 512  # prefill chunk; part of what makes two runs equal, so one number for the life of a cache
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    running: int
+    waiting: int
+    slots: int
+    pages: PageCount
+    computed_tokens: int  # prompt tokens that ran through a forward
+    restored_tokens: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A batch on its way through the pipeline."""
+
+    batch: Batch
+    owners: tuple[Sequence, ...]
+    output: Future[StageOutput]
+
+
+class Engine:
+    """Owns the live sequences. Everything below `_run` happens on one thread; `submit` and `cancel` may be called from any."""
+
+    def __init__(self, pipeline: Pipeline, prefixes: PrefixCache, settings: EngineSettings) -> None:
+        self.pipeline = pipeline
+        self.prefixes = prefixes
+        self.settings = settings
+        self._scheduler = Scheduler(settings.grid, pipeline.depth)
+        self._publisher = Publisher(pipeline, prefixes, settings.grid)
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._free_slots = list(range(pipeline.slots - 1, -1, -1))
+        self._flights: deque[Flight] = deque()
+        self._by_id: dict[str, Sequence] = {}
+        self._waiting_count = 0  # guarded by the lock: what submit() promises and admission takes back
+        self._lock = threading.Lock()
+        self._computed = self._restored = self._generated = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # What others call
+
+    def start(self) -> Engine:
+        self._thread.start()
+        return self
+
+    def submit(self, request: Request) -> None:
+        """Take the request, or refuse it at once with the reason."""
+        sequence = self._make_sequence(request)
+        with self._lock:
+            if self._stopping:
+                raise QueueFull("the server is stopping")
+            if self._waiting_count >= self.settings.queue:
+                raise QueueFull(f"{self._waiting_count} requests are waiting, the queue holds {self.settings.queue}")
+            self._waiting_count += 1
+        self._commands.put(lambda: self._enqueue(sequence))
+
+    def cancel(self, request_id: str) -> None:
+        """Stop the request at the next step; it gets its Finished event. Unknown ids are ignored: it has ended."""
+        self._commands.put(lambda: self._mark_cancelled(request_id))
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            running=len(self._running),
+            waiting=self._waiting_count,
+            slots=self.pipeline.slots,
+            pages=self.pipeline.pages(),
+            computed_tokens=self._computed,
+            restored_tokens=self._restored,
+            generated_tokens=self._generated,
+        )
+
+    def stop(self) -> None:
+        """End every request as cancelled, publish what is under way, and stop the thread."""
+        with self._lock:
+            self._stopping = True
+        self._commands.put(None)
+        self._thread.join()
+        self.prefixes.close()
+        self.pipeline.stop()
+
+    def _make_sequence(self, request: Request) -> Sequence:
+        length, pages = len(request.prompt.tokens), self.pipeline.pages().total
+        if length == 0:
+            raise BadRequest("the prompt is empty", field="prompt")
+        if length >= self.settings.context:
+            raise PromptTooLong(f"the prompt has {length} tokens, the context holds {self.settings.context}")
+        if -(-(length + 1) // PAGE) > pages:
+            raise PromptTooLong(f"the prompt has {length} tokens, the KV pool holds {pages * PAGE}")
+        room = min(self.settings.context, pages * PAGE) - length
+        return Sequence(request, list(request.prompt.tokens), max_tokens=min(request.max_tokens, room))
+
+    # The loop
+
+    def _run(self) -> None:
+        while self._take_commands():
+            try:
+                self._step()
+            except Exception as error:
+                log.exception("the engine's step failed; ending the requests it held")
+                self._fail_everything(error)
+        for sequence in [*self._running, *self._waiting]:
+            self._finish(sequence, FinishReason.CANCELLED)
+        self._publisher.drain()
+
+    def _step(self) -> None:
+        self._drop_cancelled()
+        self._admit()
+        while len(self._flights) < self.pipeline.depth and self._launch():
+            pass
+        if self._flights:
+            self._settle(self._flights.popleft())
+        self._publisher.publish_ready()
+
+    def _take_commands(self) -> bool:
+        """Run what others asked for; sleep when there is nothing to do. False when it is time to stop."""
+        idle = not self._running and not self._waiting and not self._flights
+        if idle:
+            self._publisher.drain()
+        while True:
+            try:
+                command = self._commands.get(block=idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            idle = False
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        self._by_id[sequence.request.id] = sequence
+        self._waiting.append(sequence)
+
+    def _mark_cancelled(self, request_id: str) -> None:
+        if (sequence := self._by_id.get(request_id)) is not None:
+            sequence.cancelled = True
+
+    def _drop_cancelled(self) -> None:
+        for sequence in [*self._running, *self._waiting]:
+            if sequence.cancelled and sequence.in_flight == 0:
+                self._finish(sequence, FinishReason.CANCELLED)
+
+    # Admission: a slot, and everything that is already known about the prompt
+
+    def _admit(self) -> None:
+        while self._free_slots and self._waiting:
+            sequence = self._waiting[0]
+            if self._twin_is_ahead(sequence) or not self._place(sequence):
+                return
+            self._waiting.popleft()
+            self._running.append(sequence)
+            self._scheduler.add(sequence)
+            if sequence.phase is Phase.DECODE and sequence.logits is not None:
+                self._draw_and_emit([sequence], sequence.logits[None])
+
+    def _twin_is_ahead(self, sequence: Sequence) -> bool:
+        """Another prompt with the same beginning is being run right now: wait for its boundary and restore from it."""
+        if sequence.parked is not None or sequence.request.prompt_logprobs is not None:
+            return False
+        for other in self._scheduler.prefilling:
+            shared = _common_length(sequence.tokens, other.tokens[: other.prompt_length])
+            if shared < PAGE:
+                continue
+            other.add_boundary(Boundary(shared, BoundaryKind.BRANCH))
+            boundary = max((cut for cut in other.cuts if cut <= shared), default=0)
+            if boundary > other.settled and boundary > self.prefixes.known_length(sequence.tokens[:shared]):
+                return True
+        return False
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Put the sequence in a slot with its longest known prefix restored; False when pages are short."""
+        slot = self._free_slots[-1]
+        if sequence.parked is not None:
+            if not self._has_pages(sequence.parked.position + 1):
+                return False
+            self.pipeline.restore(slot, sequence.parked.position, sequence.parked.parts)
+            sequence.position = sequence.settled = sequence.parked.position
+            sequence.parked = None
+        elif not self._restore_prefix(sequence, slot):
+            return False
+        self._free_slots.pop()
+        sequence.slot = slot
+        sequence.phase = Phase.PREFILL if sequence.prompt_left else Phase.DECODE
+        if not sequence.admitted_at:
+            sequence.admitted_at = time.monotonic()
+            with self._lock:
+                self._waiting_count -= 1
+            self._restored += sequence.cache.restored
+            self._emit(sequence, Started(sequence.cache))
+        return True
+
+    def _restore_prefix(self, sequence: Sequence, slot: int) -> bool:
+        if sequence.request.prompt_logprobs is not None:
+            self.pipeline.open(slot)
+            sequence.cache = CacheReport(computed=sequence.prompt_length, miss="prompt log-probabilities were asked for")
+            return True
+        found = sequence.found or self.prefixes.lookup(sequence.tokens)
+        hit = found.hit
+        if not self._has_pages((hit.position if hit else 0) + 1):
+            sequence.found = found
+            return False
+        sequence.found = None
+        if hit is None:
+            self.pipeline.open(slot)
+        else:
+            self._restore_hit(sequence, slot, hit)
+        for boundary in self._boundaries(sequence, found.departure):
+            sequence.add_boundary(boundary)
+        restored = sequence.position
+        sequence.cache = CacheReport(
+            restored_ram=restored if hit and hit.tier is Tier.RAM else 0,
+            restored_disk=restored if hit and hit.tier is Tier.DISK else 0,
+            computed=sequence.prompt_length - restored,
+            miss=found.reason,
+            divergence=Divergence(found.departure, found.ours, found.seen) if found.miss is not None else None,
+        )
+        return True
+
+    def _restore_hit(self, sequence: Sequence, slot: int, hit: Hit) -> None:
+        try:
+            self.pipeline.restore(slot, hit.position, hit.snapshot.parts)
+        finally:
+            hit.release()
+        sequence.position = sequence.settled = hit.position
+        sequence.stretches = list(hit.snapshot.stretches)
+        if hit.position == sequence.prompt_length:
+            sequence.logits = hit.snapshot.logits
+
+    def _boundaries(self, sequence: Sequence, divergence: int) -> list[Boundary]:
+        """The prompt's own, and the place where it departs from what the index has seen."""
+        boundaries = list(sequence.request.prompt.boundaries)
+        if divergence >= PAGE:
+            boundaries.append(Boundary(divergence, BoundaryKind.BRANCH))
+        boundaries.append(Boundary(sequence.prompt_length, BoundaryKind.END))
+        return boundaries
+
+    # Pages
+
+    def _has_pages(self, positions: int) -> bool:
+        """Whether a sequence of that many positions fits now, not counting what others will still need."""
+        return -(-positions // PAGE) <= self.pipeline.pages().free or not self._running
+
+    def _launch(self) -> bool:
+        """Hand one batch to the pipeline. False when there is nothing to run, or nothing that fits until others settle."""
+        reserved = sum(_pages_in_flight(flight) for flight in self._flights)
+        free = self.pipeline.pages().free - reserved
+        short = False
+
+        def fits(sequence: Sequence, end: int) -> bool:
+            nonlocal free, short
+            needed = sequence.pages_needed(end)
+            if needed > free:
+                short = True
+                return False
+            free -= needed
+            return True
+
+        decoding = [s for s in self._running if s.phase is Phase.DECODE and not s.cancelled]
+        chosen = self._scheduler.next_batch(decoding, fits)
+        if chosen is None:
+            if short and not self._flights:
+                self._set_aside_youngest()
+                return True
+            return False
+        batch, owners = chosen
+        output = self.pipeline.forward(batch)
+        self._flights.append(Flight(batch, tuple(owners), output))
+        for segment, sequence in zip(batch.segments, owners, strict=True):
+            sequence.in_flight += 1
+            how = "prefill" if sequence.phase is Phase.PREFILL else "decode"
+            sequence.record(segment.position, segment.end, how, self.settings.grid)
+            sequence.position = segment.end
+            if how == "prefill" and segment.end in sequence.kinds:
+                self._publisher.capture(sequence, segment.end, sequence.kinds[segment.end])
+        return True
+
+    def _set_aside_youngest(self) -> None:
+        """Pages are short: the youngest sequence leaves its slot with all its state and comes back when there is room."""
+        victim = max(self._running, key=lambda s: s.submitted_at)
+        parts = self.pipeline.capture(victim.slot).result()
+        victim.parked = Snapshot(
+            tokens=np.asarray(victim.tokens[: victim.position], dtype=np.int32),
+            parts=parts,
+            logits=None,
+            grid=self.settings.grid,
+            stretches=tuple(victim.stretches),
+        )
+        log.info("pages are short: request %s waits at %d tokens", victim.request.id, victim.position)
+        self._leave_slot(victim)
+        victim.phase = Phase.WAITING
+        self._waiting.appendleft(victim)
+
+    # Settling: what came back from the pipeline
+
+    def _settle(self, flight: Flight) -> None:
+        try:
+            output = flight.output.result()
+        except Exception as error:
+            self._fail(flight.owners, error)
+            return
+        ready: list[Sequence] = []
+        rows: list[torch.Tensor] = []
+        start = 0
+        for segment, sequence in zip(flight.batch.segments, flight.owners, strict=True):
+            sequence.in_flight -= 1
+            sequence.settled = segment.end
+            count = _logit_rows(segment.wanted, len(segment))
+            mine = output.logits[start : start + count] if output.logits is not None and count else None
+            start += count
+            if sequence.phase is Phase.PREFILL:
+                self._computed += len(segment)
+                if segment.wanted is Wanted.ALL and mine is not None:
+                    sequence.prompt_rows.append(mine)
+            if mine is None:
+                continue
+            if sequence.phase is Phase.PREFILL and segment.end in sequence.kinds:
+                self._publisher.give_logits(sequence, segment.end, mine[-1])
+            if segment.end >= sequence.prompt_length and sequence.phase is not Phase.ENDED and not sequence.cancelled:
+                ready.append(sequence)
+                rows.append(mine[-1])
+        if ready:
+            self._draw_and_emit(ready, torch.stack(rows))
+
+    def _draw_and_emit(self, sequences: Sequential[Sequence], logits: torch.Tensor) -> None:
+        """One token for each, from one row of logits each."""
+        generating = [i for i, sequence in enumerate(sequences) if sequence.max_tokens > 0]
+        for i, sequence in enumerate(sequences):
+            self._enter_decode(sequence, logits[i])
+            if i not in generating:
+                self._finish(sequence, FinishReason.LENGTH)
+        if not generating:
+            return
+        chosen = [sequences[i] for i in generating]
+        subset = logits if len(generating) == len(sequences) else logits[generating]
+        for sequence, row, token in zip(chosen, subset, draw(subset, chosen), strict=True):
+            self._take_token(sequence, row, token)
+
+    def _enter_decode(self, sequence: Sequence, logits: torch.Tensor) -> None:
+        sequence.logits = logits
+        if sequence.phase is Phase.PREFILL:
+            self._scheduler.remove(sequence)
+            sequence.phase = Phase.DECODE
+            if sequence.request.prompt_logprobs is not None:
+                self._emit(sequence, self._prompt_logprobs(sequence))
+
+    def _take_token(self, sequence: Sequence, row: torch.Tensor, token: int) -> None:
+        request = sequence.request
+        if not sequence.first_token_at:
+            sequence.first_token_at = time.monotonic()
+        self._generated += 1
+        if token in request.stop_tokens and not request.ignore_stop_tokens:
+            self._finish(sequence, FinishReason.STOP, stop_token=token)
+            return
+        sequence.tokens.append(token)
+        top = sequence.sampling.logprobs
+        self._emit(sequence, Token(token, logprob_of(row, token, top) if top is not None else None))
+        if request.stop_when is not None and request.stop_when(token):
+            self._finish(sequence, FinishReason.STOP)
+        elif sequence.answer_length >= sequence.max_tokens:
+            self._finish(sequence, FinishReason.LENGTH)
+
+    def _prompt_logprobs(self, sequence: Sequence) -> PromptLogprobs:
+        top = sequence.request.prompt_logprobs or 0
+        logits = torch.cat(sequence.prompt_rows)[:-1]
+        sequence.prompt_rows = []
+        following = sequence.tokens[1 : sequence.prompt_length]
+        rows = (logprob_of(row, token, top) for row, token in zip(logits, following, strict=True))
+        return PromptLogprobs((None, *rows))
+
+    # Ends
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, stop_token: int | None = None) -> None:
+        if sequence.phase is Phase.ENDED:
+            return
+        was_running = sequence in self._running
+        if was_running and reason is not FinishReason.CANCELLED and sequence.logits is not None:
+            # The state behind the answer, with the logits that drew its last token: an append-only client goes on here.
+            self._publisher.capture(sequence, sequence.position, BoundaryKind.ANSWER)
+            self._publisher.give_logits(sequence, sequence.position, sequence.logits)
+        self._end(sequence)
+        self._emit(
+            sequence,
+            Finished(
+                reason=reason,
+                stop_token=stop_token,
+                prompt_tokens=sequence.prompt_length,
+                completion_tokens=sequence.answer_length + (stop_token is not None),
+                cache=replace(sequence.cache, published=max(0, sequence.captured - sequence.cache.restored)),
+                timings=sequence.timings(time.monotonic()),
+            ),
+        )
+
+    def _fail(self, sequences: Sequential[Sequence], error: Exception) -> None:
+        if not isinstance(error, RekindleError):
+            log.error("a forward failed", exc_info=error)
+        for sequence in sequences:
+            if sequence.phase is not Phase.ENDED:
+                self._end(sequence)
+                self._emit(sequence, Failed(error))
+
+    def _fail_everything(self, error: Exception) -> None:
+        self._flights.clear()
+        self._fail([*self._running, *self._waiting], error)
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence in self._running:
+            self._leave_slot(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        if not sequence.admitted_at:
+            with self._lock:
+                self._waiting_count -= 1
+        sequence.phase = Phase.ENDED
+        sequence.parked = None
+        if sequence.found is not None and sequence.found.hit is not None:
+            sequence.found.hit.release()
+            sequence.found = None
+        self._by_id.pop(sequence.request.id, None)
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        self._running.remove(sequence)
+        self.pipeline.close(sequence.slot)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def _emit(self, sequence: Sequence, event: Event) -> None:
+        try:
+            sequence.request.sink(event)
+        except Exception:
+            # Whoever listens is gone or broken; the others must not suffer for it.
+            log.exception("the listener of request %s failed; the request is cancelled", sequence.request.id)
+            sequence.cancelled = True
+
+
+def _common_length(a: Sequential[int], b: Sequential[int]) -> int:
+    n = min(len(a), len(b))
+    differs = np.nonzero(np.asarray(a[:n]) != np.asarray(b[:n]))[0]
+    return int(differs[0]) if len(differs) else n
+
+
+def _logit_rows(wanted: Wanted, length: int) -> int:
+    return length if wanted is Wanted.ALL else int(wanted is Wanted.LAST)
+
+
+def _pages_in_flight(flight: Flight) -> int:
+    return sum(-(-s.end // PAGE) - -(-s.position // PAGE) for s in flight.batch.segments)

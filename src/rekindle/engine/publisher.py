@@ -1,0 +1,81 @@
+"""Snapshots on their way from the stages to the index.
+
+A capture is asked for while the batch that reaches the boundary is under way; its parts and its logits arrive later
+and separately. When both are here the snapshot is published, under exactly the tokens its state has consumed (law 1).
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rekindle.engine.sequence import Phase, Sequence
+from rekindle.prefix import PrefixCache
+from rekindle.prompt import BoundaryKind
+from rekindle.snapshots.types import Part, Snapshot, Stretch
+from rekindle.stages import Pipeline
+
+log = logging.getLogger("rekindle.engine")
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    sequence: Sequence
+    position: int
+    kind: BoundaryKind
+    tokens: np.ndarray
+    stretches: tuple[Stretch, ...]
+    parts: Future[tuple[Part, ...]]
+    logits: torch.Tensor | None = None
+
+
+class Publisher:
+    def __init__(self, pipeline: Pipeline, prefixes: PrefixCache, grid: int) -> None:
+        self._pipeline = pipeline
+        self._prefixes = prefixes
+        self._grid = grid
+        self._pending: list[_Pending] = []
+
+    def capture(self, sequence: Sequence, position: int, kind: BoundaryKind) -> None:
+        """Ask every stage for the state at `position`, where the sequence stands now."""
+        assert sequence.position == position, f"the state stands at {sequence.position}, not at {position}"
+        tokens = np.asarray(sequence.tokens[:position], dtype=np.int32)
+        if not self._prefixes.wants(tokens, kind):
+            return
+        sequence.captured = max(sequence.captured, position)
+        parts = self._pipeline.capture(sequence.slot)
+        self._pending.append(_Pending(sequence, position, kind, tokens, tuple(sequence.stretches), parts))
+
+    def give_logits(self, sequence: Sequence, position: int, logits: torch.Tensor) -> None:
+        for pending in self._pending:
+            if pending.sequence is sequence and pending.position == position:
+                pending.logits = logits.detach().to("cpu", torch.float32, copy=True)
+
+    def publish_ready(self) -> None:
+        self._pending = [pending for pending in self._pending if not self._publish(pending)]
+
+    def drain(self) -> None:
+        """Wait for every capture that was asked for; called when idle and at the end."""
+        for pending in self._pending:
+            pending.parts.exception()
+        self.publish_ready()
+
+    def _publish(self, pending: _Pending) -> bool:
+        """True when the pending capture is settled, one way or the other."""
+        if not pending.parts.done():
+            return False
+        if (error := pending.parts.exception()) is not None:
+            log.warning("the state at %d tokens could not be captured: %s", pending.position, error)
+            return True
+        if pending.logits is None:
+            # Either the forward that reaches the boundary has not come back, or it failed and the state is not to be trusted.
+            return pending.sequence.phase is Phase.ENDED
+        snapshot = Snapshot(
+            pending.tokens, pending.parts.result(), pending.logits, self._grid, pending.stretches
+        )
+        self._prefixes.publish(snapshot, pending.kind)
+        return True

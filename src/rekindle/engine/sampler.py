@@ -1,0 +1,79 @@
+"""Draws the next token of every row. A row's draw depends on its own logits, settings and position only.
+
+The random number of a draw is a function of (seed, position), so the same request draws the same tokens alone or
+batched, cold or restored, and a sequence that was set aside and resumed goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rekindle.engine.types import Sampling, TokenLogprob
+from rekindle.kernels.sampling import add_bias, apply_penalties, count_tokens, sample
+
+
+class Drawable(Protocol):
+    """What the sampler reads of a sequence."""
+
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...  # prompt and answer so far
+    @property
+    def prompt_length(self) -> int: ...
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) for the token at `position`."""
+    return float(np.random.Generator(np.random.Philox(key=seed % 2**64, counter=position)).random())
+
+
+def draw(logits: torch.Tensor, sequences: Sequence[Drawable]) -> list[int]:
+    """One token per row of `logits` [rows, vocab]."""
+    settings = [sequence.sampling for sequence in sequences]
+    logits = _prepared(logits, sequences)
+    if all(s.temperature == 0 for s in settings):
+        return [int(token) for token in logits.argmax(dim=-1).tolist()]
+    # Settings stay on the host: the sampler reads them there to choose a cheaper path.
+    uniforms = [uniform(q.sampling.seed, len(q.tokens)) for q in sequences]
+    drawn = sample(
+        logits,
+        torch.tensor([s.temperature for s in settings]),
+        torch.tensor([s.top_k for s in settings]),
+        torch.tensor([s.top_p for s in settings]),
+        torch.tensor([s.min_p for s in settings]),
+        torch.tensor(uniforms, dtype=torch.float64),
+    )
+    return [int(token) for token in drawn.tolist()]
+
+
+def logprob_of(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
+    """Log-probability of `token` under one row of raw logits, with the `top` most likely beside it."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    values, ids = logprobs.topk(top) if top else (logprobs[:0], logprobs[:0].long())
+    best = tuple(zip((int(i) for i in ids.tolist()), values.tolist(), strict=True))
+    return TokenLogprob(token, float(logprobs[token]), best)
+
+
+def _prepared(logits: torch.Tensor, sequences: Sequence[Drawable]) -> torch.Tensor:
+    """Logits after penalties and bias; the given tensor itself where no row asks for any."""
+    settings = [sequence.sampling for sequence in sequences]
+    device, vocab = logits.device, logits.shape[-1]
+    if any((s.repetition_penalty, s.frequency_penalty, s.presence_penalty) != (1.0, 0.0, 0.0) for s in settings):
+        logits = apply_penalties(
+            logits,
+            count_tokens([q.tokens[: q.prompt_length] for q in sequences], vocab, device),
+            count_tokens([q.tokens[q.prompt_length :] for q in sequences], vocab, device),
+            torch.tensor([s.presence_penalty for s in settings], device=device),
+            torch.tensor([s.frequency_penalty for s in settings], device=device),
+            torch.tensor([s.repetition_penalty for s in settings], device=device),
+        )
+    bias = [(row, token, value) for row, s in enumerate(settings) for token, value in s.logit_bias.items()]
+    if bias:
+        rows, tokens, values = (torch.tensor(column, device=device) for column in zip(*bias, strict=True))
+        logits = add_bias(logits, rows, tokens, values.float())
+    return logits

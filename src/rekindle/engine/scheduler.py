@@ -1,0 +1,76 @@
+"""What runs next: the decode rows of everyone who has a token, and as many prefill chunks as fit one chunk's worth.
+
+A chunk is never cut to fit a batch: its edges are a function of position (law 2). So a batch holds at most one chunk
+more than the budget asks for, and a long prefill never stalls the streams of others for longer than one chunk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from rekindle.batch import Batch, Segment, Wanted
+from rekindle.engine.sequence import Phase, Sequence
+
+
+class Scheduler:
+    def __init__(self, grid: int, depth: int) -> None:
+        self.grid = grid
+        self.depth = depth
+        self._prefilling: deque[Sequence] = deque()  # turns are taken in order, one chunk each
+
+    def add(self, sequence: Sequence) -> None:
+        if sequence.phase is Phase.PREFILL:
+            self._prefilling.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+
+    @property
+    def prefilling(self) -> Iterable[Sequence]:
+        return tuple(self._prefilling)
+
+    def next_batch(
+        self, decoding: Iterable[Sequence], fits: Callable[[Sequence, int], bool]
+    ) -> tuple[Batch, list[Sequence]] | None:
+        """The next batch and whose segments it holds. `fits(sequence, end)` reserves pages or says no."""
+        segments: list[Segment] = []
+        owners: list[Sequence] = []
+        for sequence in self._decode_turn(list(decoding)):
+            if fits(sequence, sequence.position + 1):
+                segments.append(_decode_row(sequence))
+                owners.append(sequence)
+        budget = self.grid
+        for sequence in self._chunk_turns():
+            end = sequence.next_chunk_end(self.grid)
+            if not fits(sequence, end):
+                break
+            segments.append(_chunk(sequence, end))
+            owners.append(sequence)
+            self._prefilling.rotate(-1)
+            budget -= end - sequence.position
+            if budget <= 0:
+                break
+        return (Batch(tuple(segments)), owners) if segments else None
+
+    def _decode_turn(self, decoding: list[Sequence]) -> list[Sequence]:
+        """With several stages, a share of the rows, so that the other stages get rows of the other sequences."""
+        share = -(-len(decoding) // self.depth)
+        return [sequence for sequence in decoding if sequence.in_flight == 0][:share]
+
+    def _chunk_turns(self) -> list[Sequence]:
+        return [sequence for sequence in self._prefilling if sequence.prompt_left and sequence.in_flight < self.depth]
+
+
+def _decode_row(sequence: Sequence) -> Segment:
+    return Segment(sequence.slot, sequence.position, (sequence.tokens[sequence.position],), Wanted.LAST)
+
+
+def _chunk(sequence: Sequence, end: int) -> Segment:
+    if sequence.request.prompt_logprobs is not None:
+        wanted = Wanted.ALL
+    else:
+        # Every captured boundary keeps its logits, so that a prompt which ends there runs no forward at all.
+        wanted = Wanted.LAST if end in sequence.kinds or end == sequence.prompt_length else Wanted.NONE
+    return Segment(sequence.slot, sequence.position, tuple(sequence.tokens[sequence.position : end]), wanted)

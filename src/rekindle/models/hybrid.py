@@ -1,0 +1,143 @@
+"""What the layers compute. One layer for every architecture: a mixer, then a feed-forward part.
+
+Dense and MoE differ in the feed-forward part, hybrid and plain models in the list of mixers; nothing else sees the
+difference. Equations are written out beside the kernels' definitions (kernels/*/naive.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from rekindle.kernels.attention import attend, sigmoid_gate
+from rekindle.kernels.conv import conv_silu
+from rekindle.kernels.gated_delta import gated_delta, gated_delta_rows
+from rekindle.kernels.matmul import Matrix, multiply, multiply_all, swiglu
+from rekindle.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
+from rekindle.kernels.ragged import Ragged
+from rekindle.kernels.rope import norm_rope_store
+from rekindle.models.state import DeltaState, KeptRows, KvState, LayerState
+from rekindle.spec import AttentionSpec, DeltaSpec
+
+
+class MixerBlock(Protocol):
+    def forward(self, h: torch.Tensor, rows: Ragged, state: LayerState) -> torch.Tensor: ...
+
+
+class FfnBlock(Protocol):
+    def forward(self, h: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBlock:
+    """Grouped attention over pages, with optional per-head norms and an optional output gate."""
+
+    spec: AttentionSpec
+    q: Matrix  # gated: every head is [query | gate], so [heads · 2 · head_dim, hidden]
+    k: Matrix
+    v: Matrix
+    out: Matrix
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    frequencies: torch.Tensor
+    eps: float
+
+    def forward(self, h: torch.Tensor, rows: Ragged, state: LayerState) -> torch.Tensor:
+        assert isinstance(state, KvState)
+        spec, n = self.spec, h.shape[0]
+        q, k, v = multiply_all(h, [self.q, self.k, self.v])
+        q = q.view(n, spec.heads, -1)
+        k, v = k.view(n, spec.kv_heads, spec.head_dim), v.view(n, spec.kv_heads, spec.head_dim)
+        query = norm_rope_store(
+            q[:, :, : spec.head_dim], k, v, self.q_norm, self.k_norm, self.eps, self.frequencies, state.kv, rows
+        )
+        mixed = attend(query, state.kv, rows, spec.head_dim**-0.5)
+        flat = sigmoid_gate(mixed, q[:, :, spec.head_dim :]) if spec.gated else mixed.reshape(n, -1)
+        return multiply(flat, self.out)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaBlock:
+    """Gated DeltaNet: a short convolution, then the gated delta rule, then a gated norm."""
+
+    spec: DeltaSpec
+    qkv: Matrix
+    gate: Matrix
+    alpha: Matrix
+    beta: Matrix
+    out: Matrix
+    conv: torch.Tensor  # [channels, width], oldest tap first
+    decay: torch.Tensor  # [value_heads], negative
+    dt_bias: torch.Tensor  # [value_heads]
+    norm: torch.Tensor  # [value_dim]
+    eps: float
+
+    def forward(self, h: torch.Tensor, rows: Ragged, state: LayerState) -> torch.Tensor:
+        assert isinstance(state, DeltaState)
+        inputs, z, a, b = multiply_all(h, [self.qkv, self.gate, self.alpha, self.beta])
+        for slot in rows.slot_list:
+            state.kept.pop(slot, None)
+        if rows.rewindable:
+            mixed = self._mix_keeping_rows(inputs, a, b, rows, state)
+        else:
+            conv = conv_silu(inputs, self.conv, state.windows, rows)
+            mixed = gated_delta(conv, a, b, self.decay, self.dt_bias, state.states, rows, self.spec)
+        return multiply(gated_rms_norm(mixed, z, self.norm, self.eps), self.out)
+
+    def _mix_keeping_rows(
+        self, inputs: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rows: Ragged, state: DeltaState
+    ) -> torch.Tensor:
+        """The same, and every segment's rows stay beside the state so that rewind can rebuild it exactly."""
+        befores = [(state.states[slot].clone(), state.windows[slot].clone()) for slot in rows.slot_list]
+        conv = conv_silu(inputs, self.conv, state.windows, rows)
+        mixed, kept = gated_delta_rows(conv, a, b, self.decay, self.dt_bias, state.states, rows, self.spec)
+        start = 0
+        for (matrix, window), slot, length, position in zip(
+            befores, rows.slot_list, rows.lengths, rows.befores, strict=True
+        ):
+            part = slice(start, start + length)
+            state.kept[slot] = KeptRows(
+                position, matrix, window, inputs[part], kept.k[part], kept.delta[part], kept.g[part]
+            )
+            start += length
+        return mixed
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFfn:
+    """SwiGLU."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return multiply(swiglu(h, self.gate, self.up), self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class HybridLayer:
+    """Norm, mixer, residual; norm, feed-forward, residual.
+
+    The residual sum is carried as two tensors (x, y): the sum is taken inside the next norm, which reads both anyway.
+    """
+
+    index: int
+    mixer: MixerBlock
+    ffn: FfnBlock
+    mixer_norm: torch.Tensor
+    ffn_norm: torch.Tensor
+    eps: float
+
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor | None, rows: Ragged, state: LayerState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if y is None:
+            h = rms_norm(x, self.mixer_norm, self.eps)
+        else:
+            x, h = add_rms_norm(x, y, self.mixer_norm, self.eps)
+        y = self.mixer.forward(h, rows, state)
+        x, h = add_rms_norm(x, y, self.ffn_norm, self.eps)
+        return x, self.ffn.forward(h)

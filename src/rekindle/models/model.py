@@ -1,0 +1,68 @@
+"""The layers of one span with what stands before and behind them: embedding in the first, head in the last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rekindle.batch import Batch
+from rekindle.kernels.matmul import Matrix, multiply
+from rekindle.kernels.norm import rms_norm
+from rekindle.kernels.ragged import Ragged
+from rekindle.models.embedding import Embedding
+from rekindle.models.hybrid import HybridLayer
+from rekindle.models.state import LayerState
+from rekindle.spec import ModelSpec, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Final norm and output matrix."""
+
+    norm: torch.Tensor
+    matrix: Matrix
+    eps: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return multiply(rms_norm(x, self.norm, self.eps), self.matrix).float()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpan:
+    """What one stage runs."""
+
+    spec: ModelSpec
+    span: Span
+    device: torch.device
+    dtype: torch.dtype  # of the activations, also where they cross to the next stage
+    layers: tuple[HybridLayer, ...]
+    embedding: Embedding | None
+    head: Head | None
+
+    @property
+    def is_first(self) -> bool:
+        return self.embedding is not None
+
+    @property
+    def is_last(self) -> bool:
+        return self.head is not None
+
+    def enter(self, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor:
+        """[rows, hidden]: the embedded tokens, or what the stage before sent."""
+        if self.embedding is None:
+            assert hidden is not None, f"stage {self.span} is not the first and got no activations"
+            return hidden.to(self.device, self.dtype)
+        return self.embedding.rows([token for segment in batch.segments for token in segment.tokens])
+
+    def run(self, x: torch.Tensor, rows: Ragged, states: Mapping[int, LayerState]) -> torch.Tensor:
+        y: torch.Tensor | None = None
+        for layer in self.layers:
+            x, y = layer.forward(x, y, rows, states[layer.index])
+        return x if y is None else x + y
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, vocab] float32 logits."""
+        assert self.head is not None, f"stage {self.span} is not the last and has no head"
+        return self.head.forward(x)

@@ -1,0 +1,176 @@
+"""The stages in order, as one. Batches flow through them; state verbs reach all of them, in step.
+
+With one stage everything runs in the caller's thread. With several, each has a worker thread with a line of its own:
+a batch enters the line of the next stage when the stage before it is done, so the stages work on different batches at
+the same time. State verbs stand in the same lines, so each stage meets them at the same point of its work: a capture
+that was asked for between two chunks sees every stage between these two chunks.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+from rekindle.batch import Batch
+from rekindle.snapshots.types import Part
+from rekindle.spec import Span
+from rekindle.stages.types import PageCount, Stage, StageOutput
+
+T = TypeVar("T")
+
+
+class Pipeline:
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        _check_tiling([stage.span for stage in stages])
+        self.stages = tuple(stages)
+        self._lines = [_Line(f"stage {stage.span}") for stage in stages] if len(stages) > 1 else []
+
+    @property
+    def depth(self) -> int:
+        """How many batches keep every stage busy."""
+        return len(self.stages)
+
+    @property
+    def slots(self) -> int:
+        return min(stage.slots for stage in self.stages)
+
+    def pages(self) -> PageCount:
+        """Of the stage with the fewest free pages: what every sequence can count on."""
+        return min((stage.pages() for stage in self.stages), key=lambda count: count.free)
+
+    def forward(self, batch: Batch) -> Future[StageOutput]:
+        if not self._lines:
+            return _done(lambda: self.stages[0].forward(batch, None))
+        result: Future[StageOutput] = Future()
+        self._enter(0, batch, None, result)
+        return result
+
+    def _enter(self, index: int, batch: Batch, before: Future[StageOutput] | None, result: Future[StageOutput]) -> None:
+        """Stand in line at every stage at once, so that the order in all lines is the order of the calls."""
+        after: Future[StageOutput] = result if index == len(self.stages) - 1 else Future()
+
+        def run() -> None:
+            try:
+                hidden = before.result().hidden if before is not None else None
+                after.set_result(self.stages[index].forward(batch, hidden))
+            except BaseException as error:
+                after.set_exception(error)
+
+        self._lines[index].put(run)
+        if after is not result:
+            self._enter(index + 1, batch, after, result)
+
+    def open(self, slot: int) -> None:
+        self._on_all(lambda stage: stage.open(slot))
+
+    def close(self, slot: int) -> None:
+        self._on_all(lambda stage: stage.close(slot))
+
+    def capture(self, slot: int) -> Future[tuple[Part, ...]]:
+        """The parts of all stages, in layer order. Taken where it stands in line; the result may come later."""
+        futures = self._post_all(lambda stage: stage.capture(slot))
+        result: Future[tuple[Part, ...]] = Future()
+
+        def gather() -> None:
+            try:
+                result.set_result(tuple(part for future in futures for part in future.result()))
+            except BaseException as error:
+                result.set_exception(error)
+
+        _when_all_done(futures, gather)
+        return result
+
+    def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
+        """All stages take their layers, or none does."""
+        futures = self._post_all(lambda stage: stage.restore(slot, position, parts))
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            self._on_all(lambda stage: stage.close(slot))
+            raise errors[0]
+
+    def rewind(self, slot: int, position: int) -> None:
+        self._on_all(lambda stage: stage.rewind(slot, position))
+
+    def stop(self) -> None:
+        for line in self._lines:
+            line.stop()
+        for stage in self.stages:
+            stage.stop()
+
+    def _post_all(self, verb: Callable[[Stage], T]) -> list[Future[T]]:
+        if not self._lines:
+            return [_done(lambda: verb(self.stages[0]))]
+        return [line.post(partial(verb, stage)) for line, stage in zip(self._lines, self.stages, strict=True)]
+
+    def _on_all(self, verb: Callable[[Stage], None]) -> None:
+        for future in self._post_all(verb):
+            future.result()
+
+
+class _Line:
+    """One worker thread and the work that stands in line for it."""
+
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def post(self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.put(run)
+        return future
+
+    def stop(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
+def _done(call: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+    try:
+        future.set_result(call())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def _when_all_done(futures: Sequence[Future[T]], then: Callable[[], None]) -> None:
+    """Call `then` once, after the last of them."""
+    left = len(futures)
+    lock = threading.Lock()
+
+    def count(_: Future[T]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            then()
+
+    for future in futures:
+        future.add_done_callback(count)
+
+
+def _check_tiling(spans: Sequence[Span]) -> None:
+    position = 0
+    for span in spans:
+        assert span.start == position, f"spans do not tile the model: {[str(s) for s in spans]}"
+        position = span.stop

@@ -1,0 +1,117 @@
+"""What many tests need: golden files, tiny random models, stages over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rekindle.models import load_span
+from rekindle.spec import Span
+from rekindle.stages import LocalStage
+from rekindle.weights import WeightFile, open_weights
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=320,
+    hidden_size=64,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    linear_conv_kernel_dim=4,
+    max_position_embeddings=8192,
+    tie_word_embeddings=False,
+    rope_parameters=dict(
+        rope_type="default",
+        rope_theta=10000000,
+        partial_rotary_factor=0.25,
+        mrope_section=[2, 1, 1],
+        mrope_interleaved=True,
+    ),
+)
+DENSE: dict[str, Any] = dict(intermediate_size=96)
+MOE: dict[str, Any] = dict(
+    moe_intermediate_size=32, num_experts=8, shared_expert_intermediate_size=32, num_experts_per_tok=2
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Two test processes share two cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    path = Path(os.environ.get("REKINDLE_GOLDEN", Path(__file__).parents[1] / ".." / "shared" / "golden"))
+    if not (path / "exact.json").exists():
+        pytest.skip("the golden files are not beside the checkout; set REKINDLE_GOLDEN")
+    return path
+
+
+class TinyModel:
+    """A random transformers model and the folder it was saved to."""
+
+    def __init__(self, folder: Path, reference: Any) -> None:
+        self.folder = folder
+        self.reference = reference
+
+    def open(self) -> WeightFile:
+        return open_weights(self.folder)
+
+    def stage(self, span: Span | None = None, slots: int = 4, pages: int = 64) -> LocalStage:
+        file = self.open()
+        model = load_span(file, span or file.spec.whole, torch.device("cpu"), torch.float32)
+        return LocalStage(model, slots=slots, pages=pages, kv_dtype=torch.float32)
+
+    @torch.inference_mode()
+    def reference_logits(self, tokens: list[int]) -> torch.Tensor:
+        """[tokens, vocab] from transformers, in one pass."""
+        logits: torch.Tensor = self.reference(torch.tensor([tokens])).logits[0]
+        return logits
+
+
+MakeTiny = Callable[..., TinyModel]
+
+
+@pytest.fixture(scope="session")
+def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> MakeTiny:
+    """make_tiny("dense" | "moe", seed=…, **changes of the configuration); the same call gives the same model."""
+    import transformers
+
+    made: dict[str, TinyModel] = {}
+
+    def make(kind: str, seed: int = 0, **changes: Any) -> TinyModel:
+        key = f"{kind} {seed} {changes}"
+        if key not in made:
+            torch.manual_seed(seed)
+            if kind == "dense":
+                config = transformers.Qwen3_5TextConfig(**{**COMMON, **DENSE, **changes})
+                model = transformers.Qwen3_5ForCausalLM(config)
+            else:
+                config = transformers.Qwen3_5MoeTextConfig(**{**COMMON, **MOE, **changes})
+                model = transformers.Qwen3_5MoeForCausalLM(config)
+            _redraw(model)
+            folder = tmp_path_factory.mktemp(f"tiny-{kind}")
+            model.save_pretrained(folder)
+            made[key] = TinyModel(folder, model.eval())
+        return made[key]
+
+    return make
+
+
+def _redraw(model: torch.nn.Module) -> None:
+    """The library's initial weights make nearly flat logits, about which a test of the first token says nothing."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            torch.nn.init.normal_(parameter, std=0.25 if "conv1d" in name else 0.1)
+        elif "norm" in name or name.endswith(("dt_bias", "A_log")):
+            torch.nn.init.normal_(parameter, mean=-2.0 if name.endswith("A_log") else 0.0, std=0.3)
