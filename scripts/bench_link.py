@@ -97,7 +97,9 @@ def main() -> None:
         "p99_us": round(times[int(len(times) * 0.99)], 1),
         "goal_us": GOAL,
     }
-    print(f"round trip of {wishes.rows} x {wishes.hidden} bf16: median {result['median_us']} µs, p99 {result['p99_us']} µs")
+    print(
+        f"round trip of {wishes.rows} x {wishes.hidden} bf16: median {result['median_us']} µs, p99 {result['p99_us']} µs"
+    )
     print(json.dumps(result))
 
 

@@ -22,7 +22,6 @@ class Segment:
     position: int  # tokens the slot's state has consumed before this segment
     tokens: tuple[int, ...]
     wanted: Wanted = Wanted.NONE
-    rewindable: bool = False  # keep the rows so that rewind() may go back into this segment
 
     def __post_init__(self) -> None:
         assert self.tokens, "a segment holds at least one token"
@@ -40,6 +39,7 @@ class Batch:
     """The segments of one forward, at most one per slot."""
 
     segments: tuple[Segment, ...]
+    rewindable: bool = False  # blocks to verify: keep their rows so that rewind() may go back into them
 
     def __post_init__(self) -> None:
         slots = [segment.slot for segment in self.segments]
@@ -52,6 +52,4 @@ class Batch:
     @property
     def logit_rows(self) -> int:
         """Rows of logits that the last stage returns, segment by segment in order."""
-        return sum(
-            len(s) if s.wanted is Wanted.ALL else int(s.wanted is Wanted.LAST) for s in self.segments
-        )
+        return sum(len(s) if s.wanted is Wanted.ALL else int(s.wanted is Wanted.LAST) for s in self.segments)

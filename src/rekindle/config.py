@@ -35,7 +35,7 @@ def show_bytes(count: float) -> str:
 class Config:
     """What a user can say about a running model. 'None' means: decide, and say why."""
 
-    model: Path
+    model: Path | None = None  # None is the embedded default
     devices: tuple[str, ...] = ("auto",)
     split: str = "auto"
     context: int | None = None
@@ -44,6 +44,9 @@ class Config:
     queue: int = 256
     dtype: str | None = None  # of activations: float32 or bfloat16
     kv_type: str | None = None
+    pool: int | None = None  # tokens of KV on every device
+    vram: int | None = None  # bytes of every GPU that may be used
+    ram: int | None = None  # bytes of host memory that may be used
     cache_ram: int = 2 << 30
     cache_dir: Path | None = None
     cache_disk: int = 16 << 30

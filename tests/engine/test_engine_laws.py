@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rekindle.engine import Engine, EngineSettings
+from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Event, Failed, Finished, FinishReason, Request, Sampling, Started, Token
 from rekindle.errors import PromptTooLong, QueueFull
 from rekindle.prefix import PrefixCache
@@ -257,7 +257,9 @@ def test_prompt_beyond_the_context_is_refused_with_both_numbers(engine: Engine) 
 
 def test_a_long_prefill_lets_others_stream_between_its_chunks(engine: Engine) -> None:
     order: queue.SimpleQueue[str] = queue.SimpleQueue()
-    stream = Answer(engine, Prompt(random_tokens(10, 80)), max_tokens=400, stop_when=lambda _: order.put("stream") or False)
+    stream = Answer(
+        engine, Prompt(random_tokens(10, 80)), max_tokens=400, stop_when=lambda _: order.put("stream") or False
+    )
     assert stream.first_token.wait(60)
     long = Answer(engine, Prompt(random_tokens(1900, 81)), max_tokens=1, stop_when=lambda _: order.put("long") or False)
     long.wait()
@@ -290,3 +292,16 @@ def test_started_comes_first_and_says_what_was_restored(engine: Engine) -> None:
     started = again.events[0]
     assert isinstance(started, Started)
     assert started.cache.restored_ram == 100
+
+
+def test_background_work_waits_for_everyone_else_and_gives_up_its_slot(tiny: Any) -> None:
+    engine = make_engine(tiny, slots=1)
+    prepared = Answer(engine, Prompt(random_tokens(300, 99)), max_tokens=0, background=True)
+    asked = Answer(engine, Prompt(random_tokens(50, 98)))
+    assert len(asked.wait().tokens) == 12
+    prepared.wait()
+    again = Answer(engine, Prompt(random_tokens(300, 99)), max_tokens=0, background=True).wait()
+    assert isinstance(again.events[-1], Finished)
+    hit = Answer(engine, Prompt((*random_tokens(300, 99), 5, 6)))
+    assert hit.finished.cache.restored == 300
+    engine.stop()

@@ -63,7 +63,9 @@ def test_a_room_imports_only_what_the_table_allows(path: Path) -> None:
         assert allowed is None or parts[1] in allowed, f"{room} imports {name}; the table allows {sorted(allowed)}"
 
 
-@pytest.mark.parametrize("path", [p for p in modules() if room_of(p) in NO_TORCH], ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", [p for p in modules() if room_of(p) in NO_TORCH], ids=lambda p: str(p.relative_to(PACKAGE))
+)
 def test_rooms_without_torch_do_not_import_it(path: Path) -> None:
     assert not any(name.split(".")[0] in {"torch", "triton"} for name in imports(path))
 

@@ -147,9 +147,7 @@ def test_parts_of_other_layers_or_lengths_are_refused_and_leave_the_slot_empty(s
         stage.restore(1, 70, parts[:-1])
     with pytest.raises(SnapshotMismatch, match="70 positions, not 69"):
         stage.restore(1, 69, parts)
-    bent = [
-        KvPart(p.layer, p.pages, p.tail.double()) if isinstance(p, KvPart) else p for p in parts
-    ]
+    bent = [KvPart(p.layer, p.pages, p.tail.double()) if isinstance(p, KvPart) else p for p in parts]
     with pytest.raises(SnapshotMismatch, match="float64"):
         stage.restore(1, 70, bent)
     stage.close(0)

@@ -1,5 +1,4 @@
-"""Live sequences, scheduling, sampling, events."""
+"""Live sequences, scheduling, sampling, events.
 
-from rekindle.engine.engine import Engine, EngineSettings, EngineStatus
-
-__all__ = ["Engine", "EngineSettings", "EngineStatus"]
+The types that cross the room's door (`rekindle.engine.types`) load no torch, so nothing is imported here.
+"""

@@ -181,8 +181,20 @@ class Engine:
             idle = False
 
     def _enqueue(self, sequence: Sequence) -> None:
+        """In order of arrival, but whatever is in the background stands behind everyone else."""
         self._by_id[sequence.request.id] = sequence
-        self._waiting.append(sequence)
+        place = len(self._waiting)
+        if not sequence.request.background:
+            place = next((i for i, other in enumerate(self._waiting) if other.request.background), place)
+            self._yield_background_slot()
+        self._waiting.insert(place, sequence)
+
+    def _yield_background_slot(self) -> None:
+        """Background work gives up its slot to whoever has none; what it has captured so far stays published."""
+        if not self._free_slots:
+            background = [s for s in self._running if s.request.background]
+            if background:
+                background[-1].cancelled = True
 
     def _mark_cancelled(self, request_id: str) -> None:
         if (sequence := self._by_id.get(request_id)) is not None:
@@ -198,6 +210,8 @@ class Engine:
     def _admit(self) -> None:
         while self._free_slots and self._waiting:
             sequence = self._waiting[0]
+            if sequence.request.background and any(not s.request.background for s in self._running):
+                return
             if self._twin_is_ahead(sequence) or not self._place(sequence):
                 return
             self._waiting.popleft()
@@ -245,7 +259,9 @@ class Engine:
     def _restore_prefix(self, sequence: Sequence, slot: int) -> bool:
         if sequence.request.prompt_logprobs is not None:
             self.pipeline.open(slot)
-            sequence.cache = CacheReport(computed=sequence.prompt_length, miss="prompt log-probabilities were asked for")
+            sequence.cache = CacheReport(
+                computed=sequence.prompt_length, miss="prompt log-probabilities were asked for"
+            )
             return True
         found = sequence.found or self.prefixes.lookup(sequence.tokens)
         hit = found.hit

@@ -74,8 +74,6 @@ class Publisher:
         if pending.logits is None:
             # Either the forward that reaches the boundary has not come back, or it failed and the state is not to be trusted.
             return pending.sequence.phase is Phase.ENDED
-        snapshot = Snapshot(
-            pending.tokens, pending.parts.result(), pending.logits, self._grid, pending.stretches
-        )
+        snapshot = Snapshot(pending.tokens, pending.parts.result(), pending.logits, self._grid, pending.stretches)
         self._prefixes.publish(snapshot, pending.kind)
         return True

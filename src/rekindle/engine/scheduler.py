@@ -56,11 +56,15 @@ class Scheduler:
 
     def _decode_turn(self, decoding: list[Sequence]) -> list[Sequence]:
         """With several stages, a share of the rows, so that the other stages get rows of the other sequences."""
+        decoding = [s for s in decoding if not s.request.background] or decoding
         share = -(-len(decoding) // self.depth)
         return [sequence for sequence in decoding if sequence.in_flight == 0][:share]
 
     def _chunk_turns(self) -> list[Sequence]:
-        return [sequence for sequence in self._prefilling if sequence.prompt_left and sequence.in_flight < self.depth]
+        """Who may run a chunk now, in turn; background work only where nobody else has any."""
+        ready = [s for s in self._prefilling if s.prompt_left and s.in_flight < self.depth and not s.cancelled]
+        foreground = [s for s in ready if not s.request.background]
+        return foreground or ready
 
 
 def _decode_row(sequence: Sequence) -> Segment:

@@ -37,6 +37,7 @@ class Request:
     sink: Callable[[Event], None]
     stop_when: Callable[[int], bool] | None = None  # asked once per token, in order; True ends the answer with it
     ignore_stop_tokens: bool = False
+    background: bool = False  # runs only while no other request has anything to run; max_tokens 0 prepares state
     prompt_logprobs: int | None = None  # report the prompt's own log-probabilities (completions with echo)
 
 

@@ -24,6 +24,7 @@ class Ragged:
     lengths: tuple[int, ...]  # host: rows of every segment
     befores: tuple[int, ...]  # host: positions, again
     slot_list: tuple[int, ...]  # host: slots, again
+    rewindable: bool = False  # the batch's rows are kept for rewind
 
     @property
     def segments(self) -> int:

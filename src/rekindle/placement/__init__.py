@@ -1,0 +1,43 @@
+"""Machine + model + wishes -> plan. Pure arithmetic: no torch, no device calls."""
+
+from __future__ import annotations
+
+from rekindle.placement.advice import alternatives
+from rekindle.placement.plan import make_plan
+from rekindle.placement.reserve import kv_token_bytes
+from rekindle.placement.shapes import known_shapes
+from rekindle.placement.show import plan_as_json, show_plan
+from rekindle.placement.sizes import sizes_from_tensors
+from rekindle.placement.split import parse_split, split_layers
+from rekindle.placement.types import (
+    Alternative,
+    Device,
+    Item,
+    LayerSizes,
+    Machine,
+    Plan,
+    Sizes,
+    StagePlan,
+    Wishes,
+)
+
+__all__ = [
+    "Alternative",
+    "Device",
+    "Item",
+    "LayerSizes",
+    "Machine",
+    "Plan",
+    "Sizes",
+    "StagePlan",
+    "Wishes",
+    "alternatives",
+    "known_shapes",
+    "kv_token_bytes",
+    "make_plan",
+    "parse_split",
+    "plan_as_json",
+    "show_plan",
+    "sizes_from_tensors",
+    "split_layers",
+]

@@ -1,0 +1,10 @@
+"""The longest published prefix of a prompt; tiers; what to keep, what to evict."""
+
+from __future__ import annotations
+
+from rekindle.prefix.cache import CacheStats, PrefixCache
+from rekindle.prefix.index import PrefixIndex
+from rekindle.prefix.retention import check_budget
+from rekindle.prefix.types import Entry, Hit, Lookup, Miss, Tier
+
+__all__ = ["CacheStats", "Entry", "Hit", "Lookup", "Miss", "PrefixCache", "PrefixIndex", "Tier", "check_budget"]

@@ -1,0 +1,30 @@
+"""The same stage in another process or on another machine."""
+
+from rekindle.shards.client import RemoteStage
+from rekindle.shards.frames import Frame, Limits
+from rekindle.shards.link import HeadKeys, KeyPair, ShardKeys, keygen, load_keys, load_public
+from rekindle.shards.process import ShardProcess, serve_forever, start_shard
+from rekindle.shards.server import ShardServer
+from rekindle.shards.session import Deadlines, Pending
+from rekindle.shards.terms import Terms
+from rekindle.shards.twophase import TwoPhaseRestore
+
+__all__ = [
+    "Deadlines",
+    "Frame",
+    "HeadKeys",
+    "KeyPair",
+    "Limits",
+    "Pending",
+    "RemoteStage",
+    "ShardKeys",
+    "ShardProcess",
+    "ShardServer",
+    "Terms",
+    "TwoPhaseRestore",
+    "keygen",
+    "load_keys",
+    "load_public",
+    "serve_forever",
+    "start_shard",
+]

@@ -17,7 +17,7 @@ from rekindle.errors import SnapshotMismatch
 from rekindle.spec import PAGE
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Page:
     """One layer's K and V of PAGE consecutive positions, sealed: nobody writes it again.
 

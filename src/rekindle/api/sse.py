@@ -1,0 +1,64 @@
+"""Server-sent events: how a value is written, and a response that knows when its reader has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+DONE = b"data: [DONE]\n\n"
+HEARTBEAT = b": waiting\n\n"  # a comment; readers skip it
+
+T = TypeVar("T")
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """One event. JSON escapes line breaks inside strings, so the value is always one line."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, or ClientDisconnect as soon as the client is gone, with `work` cancelled.
+
+    The body must have been read: what is left to receive is then only the disconnect.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait((working, leaving))
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Streams events and calls `close` when the last is sent or the reader has gone, whichever comes first.
+
+    Starlette's own response leaves a generator that waits inside `send` to the garbage collector; we want the
+    engine told at once.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold events back
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_client_leaves(receive, self.stream_response(send))
+        finally:
+            self._close()

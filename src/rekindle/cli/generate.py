@@ -1,0 +1,89 @@
+"""`rekindle generate`: one prompt, one answer, on the terminal."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from typing import Annotated
+
+import typer
+
+from rekindle.build import Built
+from rekindle.cli import options
+from rekindle.config import Config
+from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
+from rekindle.prompt import Prompt
+from rekindle.text import Detokenizer, boundaries_of_tokens
+
+
+def generate(
+    model: options.ModelPath = None,
+    prompt: Annotated[str | None, typer.Argument(help="What to say; read from standard input if left out.")] = None,
+    raw: Annotated[bool, typer.Option(help="Continue the text instead of answering it as a message.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    devices: options.Devices = "auto",
+    split: options.Split = "auto",
+    context: options.Context = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+) -> None:
+    """Answer one prompt. A single argument that is no file is the prompt, for the embedded model."""
+    if prompt is None and model is not None and not model.exists():
+        model, prompt = None, str(model)
+    text = prompt if prompt is not None else sys.stdin.read()
+    built = options.load_with_progress(
+        Config(
+            model=model,
+            devices=options.names(devices),
+            split=split,
+            context=context,
+            sequences=1,
+            dtype=dtype,
+            threads=threads,
+        )
+    )
+    try:
+        sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        _answer(built, _prompt(built, text, raw), sampling, max_tokens)
+    finally:
+        built.engine.stop()
+
+
+def _prompt(built: Built, text: str, raw: bool) -> Prompt:
+    template = built.model.template
+    if raw or template is None:
+        return boundaries_of_tokens(built.model.tokenizer.encode(text), built.model.tokenizer)
+    return template.render([{"role": "user", "content": text}])
+
+
+def _answer(built: Built, prompt: Prompt, sampling: Sampling, max_tokens: int) -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    tokenizer = built.model.tokenizer
+    built.engine.submit(
+        Request("generate", prompt, sampling, max_tokens, stop_tokens=tokenizer.stop_ids, sink=events.put)
+    )
+    detokenizer = Detokenizer(tokenizer)
+    while True:
+        match events.get():
+            case Token(token=token):
+                print(detokenizer.push(token), end="", flush=True)
+            case Failed(error=error):
+                raise error
+            case Finished() as finished:
+                print(detokenizer.finish())
+                _tell(finished)
+                return
+
+
+def _tell(finished: Finished) -> None:
+    t, count = finished.timings, finished.completion_tokens
+    speed = (count - 1) / t.decode if count > 1 and t.decode > 0 else 0.0
+    print(
+        f"[{finished.prompt_tokens} prompt tokens in {t.prefill:.2f} s; {count} tokens, {speed:.1f} per second; "
+        f"ended by {finished.reason}]",
+        file=sys.stderr,
+    )

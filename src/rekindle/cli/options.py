@@ -1,0 +1,43 @@
+"""Options that several commands share, and the way from them to a Config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rekindle.build import Built, build_engine
+from rekindle.config import Config, parse_bytes
+
+ModelPath = Annotated[
+    Path | None, typer.Argument(help="A GGUF file or a Hugging Face folder; the embedded model if left out.")
+]
+Devices = Annotated[str, typer.Option(help="Devices in pipeline order: cpu, cuda:0, 'cuda:0,cpu', or auto.")]
+Split = Annotated[str, typer.Option(help="Layers per device: '20,20', weights '0.5,0.5', or auto.")]
+Context = Annotated[
+    int | None, typer.Option(help="Tokens of prompt and answer together; the model's own limit if left out.")
+]
+Sequences = Annotated[int, typer.Option(help="Requests that run at the same time.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
+Size = Annotated[str | None, typer.Option(help="A size such as 24GiB.")]
+Dtype = Annotated[str | None, typer.Option(help="Activations: float32 (CPU) or bfloat16 (GPU).")]
+KvType = Annotated[str | None, typer.Option(help="KV pages: f32, bf16 or f16.")]
+
+
+def size(text: str | None, option: str) -> int | None:
+    return None if text is None else parse_bytes(text, option)
+
+
+def names(devices: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in devices.split(","))
+
+
+def load_with_progress(config: Config) -> Built:
+    """Build the engine while a bar shows how far the weights are."""
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("loading", total=None)
+        return build_engine(config, lambda done, total: progress.update(task, completed=done, total=total))

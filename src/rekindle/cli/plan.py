@@ -1,0 +1,69 @@
+"""`rekindle plan`: where everything would go, without loading anything."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from rekindle.build import device_names, make_machine, open_model, plan_model
+from rekindle.cli import options
+from rekindle.config import Config
+from rekindle.errors import BadConfig
+from rekindle.placement import Device, Machine, plan_as_json, show_plan
+
+
+def plan(
+    model: options.ModelPath = None,
+    devices: options.Devices = "auto",
+    split: options.Split = "auto",
+    context: options.Context = None,
+    sequences: options.Sequences = 1,
+    grid: Annotated[int, typer.Option(help="Prefill chunk in tokens.")] = 512,
+    kv_type: options.KvType = None,
+    pool: Annotated[int | None, typer.Option(help="Tokens of KV on every device.")] = None,
+    vram: options.Size = None,
+    ram: options.Size = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show the plan for a model: every byte by name, why, and what stands next to it. Needs no GPU and loads nothing.
+
+    With --vram a GPU of that size is assumed where the machine has none.
+    """
+    names = options.names(devices)
+    if vram is not None and names == ("auto",):
+        names = ("cuda:0",)
+    config = Config(
+        model=model,
+        devices=names,
+        split=split,
+        context=context,
+        sequences=sequences,
+        grid=grid,
+        kv_type=kv_type,
+        pool=pool,
+        vram=options.size(vram, "--vram"),
+        ram=options.size(ram, "--ram"),
+    )
+    made = plan_model(config, open_model(model), _machine(config))
+    print(json.dumps(plan_as_json(made)) if as_json else show_plan(made))
+
+
+def _machine(config: Config) -> Machine:
+    """The machine there is, or the one the user describes."""
+    if config.vram is None:
+        return make_machine(device_names(config.devices), None, config.ram)
+    machine = make_machine(["cpu"], None, config.ram)
+    imagined = [
+        Device("cpu", "cpu", machine.ram, host=True) if name == "cpu" else Device(name, _kind(name), config.vram)
+        for name in config.devices
+    ]
+    return Machine(tuple(imagined), machine.ram)
+
+
+def _kind(name: str) -> str:
+    kind, _, index = name.partition(":")
+    if kind not in ("cuda", "hip") or not index.isdigit():
+        raise BadConfig(f"--devices: '{name}' is no device; write cpu, cuda:0 or hip:0")
+    return kind

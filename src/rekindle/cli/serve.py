@@ -1,0 +1,99 @@
+"""`rekindle serve`: the HTTP server."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvicorn
+from rich.console import Console
+
+from rekindle.build import Built, build_app
+from rekindle.cli import options
+from rekindle.config import Config, parse_bytes
+from rekindle.errors import BadConfig
+
+log = logging.getLogger("rekindle")
+
+
+def serve(
+    model: options.ModelPath = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8080,
+    devices: options.Devices = "auto",
+    split: options.Split = "auto",
+    context: options.Context = None,
+    sequences: options.Sequences = 16,
+    queue: Annotated[int, typer.Option(help="Requests that may wait for a place.")] = 256,
+    grid: Annotated[int, typer.Option(help="Prefill chunk in tokens.")] = 512,
+    dtype: options.Dtype = None,
+    kv_type: options.KvType = None,
+    pool: Annotated[
+        int | None, typer.Option(help="Tokens of KV on every device; decided by the plan if left out.")
+    ] = None,
+    vram: options.Size = None,
+    ram: options.Size = None,
+    cache_ram: Annotated[str, typer.Option(help="RAM for snapshots.")] = "2GiB",
+    cache_dir: Annotated[Path | None, typer.Option(help="Folder for snapshots that survive a restart.")] = None,
+    cache_disk: Annotated[str, typer.Option(help="Disk for snapshots.")] = "16GiB",
+    threads: options.Threads = None,
+    api_key: Annotated[str | None, typer.Option(envvar="REKINDLE_API_KEY", help="Ask clients for this key.")] = None,
+    name: Annotated[str | None, typer.Option(help="Model id shown to clients.")] = None,
+) -> None:
+    """Serve a model over HTTP, in the dialects that agents speak."""
+    config = Config(
+        model=model,
+        devices=options.names(devices),
+        split=split,
+        context=context,
+        sequences=sequences,
+        grid=grid,
+        queue=queue,
+        dtype=dtype,
+        kv_type=kv_type,
+        pool=pool,
+        vram=options.size(vram, "--vram"),
+        ram=options.size(ram, "--ram"),
+        cache_ram=parse_bytes(cache_ram, "--cache-ram"),
+        cache_dir=cache_dir,
+        cache_disk=parse_bytes(cache_disk, "--cache-disk"),
+        threads=threads,
+    )
+    listener = _listen(host, port)
+    built = options.load_with_progress(config)
+    try:
+        app = build_app(built, api_key=api_key, name=name)
+        address, port = listener.getsockname()[:2]
+        _greet(built, address, port, name or built.model.name)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)).run(sockets=[listener])
+    finally:
+        built.engine.stop()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port before minutes of loading, so that a taken one is said at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise BadConfig(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from error
+    return listener
+
+
+def _greet(built: Built, host: str, port: int, name: str) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    out = Console()
+    out.print(f"\n[bold]Rekindle[/bold] serves [bold]{name}[/bold], context {built.context:,} tokens", highlight=False)
+    out.print(f"  chat in a browser      http://{shown}:{port}/", highlight=False)
+    out.print(f"  OpenAI-style clients   OPENAI_BASE_URL=http://{shown}:{port}/v1 OPENAI_API_KEY=any", highlight=False)
+    out.print(
+        f"  or just                curl http://{shown}:{port}/v1/chat/completions -H 'content-type: application/json' "
+        """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'\n""",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,71 @@
+"""Attention over paged KV: store, attend, attend parts of it, merge the parts, gate the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from rekindle.kernels.attention import naive
+from rekindle.kernels.attention.naive import GROUP
+from rekindle.kernels.ragged import Ragged
+
+
+def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
+    """Write k, v [rows, kv_heads, dim] into kv [pages, 2, PAGE, kv_heads, dim] at the positions of their rows."""
+    if kv.is_cuda:
+        from rekindle.kernels.attention import triton
+
+        triton.store_kv(kv, k, v, ragged)
+    else:
+        naive.store_kv(kv, k, v, ragged)
+
+
+def attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float) -> Tensor:
+    """q [rows, heads, dim]: causal attention of every row over all stored positions up to its own."""
+    if q.is_cuda:
+        from rekindle.kernels.attention import triton
+
+        return triton.attend(q, kv, ragged, scale)
+    return naive.attend(q, kv, ragged, scale)
+
+
+def attend_gated(q: Tensor, kv: Tensor, ragged: Ragged, scale: float, gate: Tensor) -> Tensor:
+    """sigmoid_gate(attend(…), gate) -> [rows, heads · dim]; on a GPU the gate costs no launch of its own."""
+    if q.is_cuda:
+        from rekindle.kernels.attention import triton
+
+        return triton.attend_gated(q, kv, ragged, scale, gate)
+    return naive.sigmoid_gate(naive.attend(q, kv, ragged, scale), gate)
+
+
+def attend_partial(
+    q: Tensor, kv: Tensor, pages: Tensor, page_positions: Tensor, row_positions: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Rows of one segment over the given pages only: (out float32 [rows, heads, dim], lse float32 [rows, heads]).
+
+    page_positions[i] is the first position in pages[i]; both ascend. `attend` on a CPU is exactly merge_partials over
+    groups of GROUP pages in ascending order.
+    """
+    if q.is_cuda:
+        from rekindle.kernels.attention import triton
+
+        return triton.attend_partial(q, kv, pages, page_positions, row_positions, scale)
+    return naive.attend_partial(q, kv, pages, page_positions, row_positions, scale)
+
+
+def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
+    """Attention over the union of the parts: outs [rows, heads, dim], lses [rows, heads] -> float32."""
+    return naive.merge_partials(outs, lses)
+
+
+def sigmoid_gate(o: Tensor, gate: Tensor) -> Tensor:
+    """o · sigmoid(gate), both [rows, heads, dim] (gate in any row and head stride) -> [rows, heads · dim]."""
+    if o.is_cuda:
+        from rekindle.kernels.attention import triton
+
+        return triton.sigmoid_gate(o, gate)
+    return naive.sigmoid_gate(o, gate)
+
+
+__all__ = ["GROUP", "attend", "attend_gated", "attend_partial", "merge_partials", "sigmoid_gate", "store_kv"]

@@ -1,0 +1,102 @@
+"""Attention over paged KV, by definition and as the CPU runs it.
+
+kv of one layer is [pages, 2, PAGE, kv_heads, dim]. A segment attends groups of GROUP pages, in ascending position, and
+merges the groups by their log-sum-exp. Every group is first gathered into memory of its own, so the bits of a result
+depend on tokens, position and length alone: not on the physical pages, not on the other segments. Whoever attends
+pages that lie elsewhere gets the same bits by running the same groups through `attend_partial` and `merge_partials`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rekindle.kernels.ragged import Ragged
+from rekindle.spec import PAGE
+
+GROUP = 16  # pages attended at once
+ROWS = 256  # query rows attended at once: bounds the scores to ROWS · heads · GROUP · PAGE values
+
+
+def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
+    """Write k and v [rows, kv_heads, dim] at the positions of their rows."""
+    positions = ragged.row_positions.long()
+    pages = ragged.tables[ragged.row_segments.long(), positions // PAGE].long()
+    kv[pages, 0, positions % PAGE] = k.to(kv.dtype)
+    kv[pages, 1, positions % PAGE] = v.to(kv.dtype)
+
+
+def attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float) -> Tensor:
+    """q [rows, heads, dim]; every row sees all positions up to its own."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    start = 0
+    for table, before, length in zip(ragged.tables, ragged.befores, ragged.lengths, strict=True):
+        for first in range(0, length, ROWS):
+            count = min(ROWS, length - first)
+            rows = slice(start + first, start + first + count)
+            out[rows] = _attend_rows(q[rows], kv, table, before + first, scale)
+        start += length
+    return out
+
+
+def _attend_rows(q: Tensor, kv: Tensor, table: Tensor, position: int, scale: float) -> Tensor:
+    """Consecutive rows of one segment, the first of them at `position`."""
+    rows = q.shape[0]
+    row_positions = torch.arange(position, position + rows, device=q.device)
+    pages = -(-(position + rows) // PAGE)
+    outs, lses = [], []
+    for first in range(0, pages, GROUP):
+        group = torch.arange(first, min(first + GROUP, pages), device=q.device)
+        out, lse = attend_partial(q, kv, table[group], group * PAGE, row_positions, scale)
+        outs.append(out)
+        lses.append(lse)
+    return merge_partials(outs, lses).to(q.dtype)
+
+
+def attend_partial(
+    q: Tensor, kv: Tensor, pages: Tensor, page_positions: Tensor, row_positions: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Rows of one segment over a set of pages: (out float32 [rows, heads, dim], lse float32 [rows, heads]).
+
+    Page i holds the positions [page_positions[i], + PAGE); both lists ascend. A row that sees none of them gets
+    out 0 and lse -inf.
+    """
+    rows, heads, dim = q.shape
+    kv_heads = kv.shape[3]
+    key_positions = (page_positions[:, None] + torch.arange(PAGE, device=q.device)).flatten()
+    written = int((key_positions <= row_positions.max()).sum())  # what lies behind was never written
+    keys, values = _gather(kv, pages, 0)[:, :written], _gather(kv, pages, 1)[:, :written]
+    # [kv_heads, rows · heads / kv_heads, dim]: the query heads of one kv head side by side
+    grouped = q.float().view(rows, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
+    scores = torch.bmm(grouped, keys.transpose(1, 2)).mul_(scale).view(kv_heads, rows, -1, written)
+    hidden = key_positions[None, :written] > row_positions[:, None]
+    scores.masked_fill_(hidden[None, :, None], -torch.inf)
+    lse = scores.logsumexp(-1)  # [kv_heads, rows, heads / kv_heads]
+    weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp_()
+    out = torch.bmm(weights.view(kv_heads, -1, written), values).view(kv_heads, rows, -1, dim)
+    return out.transpose(0, 1).reshape(rows, heads, dim), lse.transpose(0, 1).reshape(rows, heads)
+
+
+def _gather(kv: Tensor, pages: Tensor, which: int) -> Tensor:
+    """Keys (0) or values (1) of the pages, float32 [kv_heads, positions, dim], in memory of their own."""
+    gathered = kv[:, which].index_select(0, pages).float()
+    return gathered.flatten(0, 1).transpose(0, 1)
+
+
+def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
+    """The attention over the union of disjoint sets of positions, float32 [rows, heads, dim]."""
+    if len(outs) == 1:
+        return outs[0].float()
+    stacked = torch.stack(tuple(lses)).float()  # [parts, rows, heads]
+    highest = stacked.amax(0).nan_to_num(neginf=0.0)
+    shares = (stacked - highest).exp()
+    total = sum(out.float() * share[..., None] for out, share in zip(outs, shares, strict=True))
+    assert isinstance(total, Tensor), "there is at least one part"
+    return total / shares.sum(0).clamp_min(1e-30)[..., None]
+
+
+def sigmoid_gate(o: Tensor, gate: Tensor) -> Tensor:
+    """o · sigmoid(gate), both [rows, heads, dim] -> [rows, heads · dim]."""
+    return (o.float() * gate.float().sigmoid()).to(o.dtype).flatten(1)

@@ -1,0 +1,291 @@
+"""Attention over paged KV on a GPU.
+
+One kernel for prefill, verify and decode. The query heads of one kv head are packed under one another: flat row m of a
+segment is row m // group, query head m % group of that kv head, so every key and value is loaded once per tile of
+flat rows. Few flat rows over a long context are split over the positions (flash decoding): every split leaves its part
+in float32 with its log-sum-exp, and a second kernel merges them. How many splits have work is computed from the
+position on the device, so a captured graph serves every context length.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rekindle.kernels.ragged import Ragged
+from rekindle.spec import PAGE
+
+PROGRAMS = 264  # programs that fill the device: two for each of the 132 multiprocessors of the largest card in mind
+LEAST = 4  # tiles a split takes at least; below that merging costs more than it saves
+
+
+def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
+    rows, kv_heads, dim = k.shape
+    assert all((kv.is_contiguous(), k.stride(2) == 1, v.stride(2) == 1)), "pages are dense, heads side by side"
+    _store_kernel[(rows, 2 * kv_heads)](
+        kv, k, v, ragged.row_positions, ragged.row_segments, ragged.tables, ragged.tables.stride(0),
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        KV_HEADS=kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), PAGE=PAGE, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_kernel(
+    kv, k, v, row_positions, row_segments, tables, table_row, k_row, k_head, v_row, v_head,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) % KV_HEADS
+    which = tl.program_id(1) // KV_HEADS
+    at = tl.arange(0, BLOCK)
+    position = tl.load(row_positions + row)
+    page = tl.load(tables + tl.load(row_segments + row) * table_row + position // PAGE).to(tl.int64)
+    if which == 0:
+        value = tl.load(k + row * k_row + head * k_head + at, mask=at < DIM, other=0.0)
+    else:
+        value = tl.load(v + row * v_row + head * v_head + at, mask=at < DIM, other=0.0)
+    to = kv + (((page * 2 + which) * PAGE + position % PAGE) * KV_HEADS + head) * DIM + at
+    tl.store(to, value.to(kv.dtype.element_ty), mask=at < DIM)
+
+
+def attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _attend(q, kv, ragged, scale, out, None, None)
+    return out
+
+
+def attend_gated(q: Tensor, kv: Tensor, ragged: Ragged, scale: float, gate: Tensor) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _attend(q, kv, ragged, scale, out, gate, None)
+    return out.flatten(1)
+
+
+def _attend(
+    q: Tensor, kv: Tensor, ragged: Ragged, scale: float, out: Tensor, gate: Tensor | None, lse: Tensor | None
+) -> None:
+    _launch(
+        q, kv, ragged.tables, None, ragged.starts, ragged.row_positions, ragged.row_segments,
+        max(ragged.lengths), scale, out, gate, lse,
+    )  # fmt: skip
+
+
+def attend_partial(
+    q: Tensor, kv: Tensor, pages: Tensor, page_positions: Tensor, row_positions: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    rows, heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
+    starts = torch.arange(2, dtype=torch.int32, device=q.device) * rows
+    segments = torch.zeros(rows, dtype=torch.int32, device=q.device)
+    _launch(q, kv, pages[None], page_positions, starts, row_positions, segments, rows, scale, out, None, lse)
+    return out, lse
+
+
+def _launch(
+    q: Tensor,
+    kv: Tensor,
+    tables: Tensor,
+    page_positions: Tensor | None,
+    starts: Tensor,
+    row_positions: Tensor,
+    row_segments: Tensor,
+    longest: int,
+    scale: float,
+    out: Tensor,
+    gate: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    rows, heads, dim = q.shape
+    kv_heads = kv.shape[3]
+    assert all((kv.is_contiguous(), q.stride(2) == 1)), "pages are dense, heads side by side"
+    assert dim & (dim - 1) == 0, f"head dim {dim} must be a power of two"
+    group, segments = heads // kv_heads, starts.shape[0] - 1
+    tile_rows, tile_keys, warps, stages = _tiles(longest * group, q.dtype, dim)
+    tiles = triton.cdiv(longest * group, tile_rows)
+    most = triton.cdiv(tables.shape[1] * PAGE, LEAST * tile_keys)  # splits that could have work
+    splits = max(1, min(PROGRAMS // max(1, tiles * kv_heads * segments), most, 256))
+    split = splits > 1
+    parts = torch.empty((splits, rows, heads, dim), dtype=torch.float32, device=q.device) if split else out
+    part_lse = torch.empty((splits, rows, heads), dtype=torch.float32, device=q.device) if split else lse
+    _attend_kernel[(tiles * splits, kv_heads, segments)](
+        q, kv, tables, page_positions, starts, row_positions, parts, part_lse, None if split else gate,
+        tables.stride(0), tables.shape[1], q.stride(0), q.stride(1),
+        0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), rows, scale * 1.4426950408889634,
+        SPLITS=splits, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=tile_keys, PAGE=PAGE,
+        LEAST=LEAST, PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if split:
+        columns = min(64, dim)
+        _merge_kernel[(dim // columns, heads, rows)](
+            parts, part_lse, out, lse, gate, starts, row_positions, row_segments, tables.shape[1],
+            0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), rows,
+            SPLITS=splits, HEADS=heads, DIM=dim, COLUMNS=columns, BLOCK=32, TILE_KEYS=tile_keys, PAGE=PAGE, LEAST=LEAST,
+            LISTED=page_positions is not None, num_warps=4,
+        )  # fmt: skip
+
+
+def _tiles(flat_rows: int, dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:
+    """(flat rows, keys, warps, pipeline stages) of one program."""
+    if dtype == torch.float32:
+        return 16, 16, 4, 1
+    if flat_rows <= 16:
+        return 16, PAGE, 4, 3
+    if flat_rows <= 64:
+        return 64, PAGE, 4, 2
+    return 128, PAGE, 8, 2
+
+
+@triton.jit
+def _share(keys, SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, LEAST: tl.constexpr):
+    """Tiles that one split takes of `keys` positions; both kernels ask, so both agree."""
+    return tl.maximum(tl.cdiv(tl.cdiv(keys, TILE_KEYS), SPLITS), LEAST)
+
+
+@triton.jit
+def _attend_kernel(
+    q, kv, tables, page_positions, starts, row_positions, out, lse, gate,
+    table_row, table_pages, q_row, q_head, gate_row, gate_head, rows, scale,
+    SPLITS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    kv_head, segment = tl.program_id(1), tl.program_id(2)
+    split = tl.program_id(0) % SPLITS
+    # the last tiles see the most keys: start them first
+    tile = tl.num_programs(0) // SPLITS - 1 - tl.program_id(0) // SPLITS
+    start = tl.load(starts + segment)
+    length = tl.load(starts + segment + 1) - start
+    if tile * TILE_ROWS >= length * GROUP:
+        return
+    flat = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    live = flat < length * GROUP
+    row = (start + flat // GROUP).to(tl.int64)
+    head = kv_head * GROUP + flat % GROUP
+    position = tl.load(row_positions + row, mask=live, other=-1)
+    highest = tl.max(position, axis=0)
+    if page_positions is None:
+        lowest = tl.load(row_positions + start + tile * TILE_ROWS // GROUP)
+        whole = tl.load(row_positions + start + length - 1) + 1  # keys of the segment: splits share these
+    else:
+        lowest = -1  # pages may lie anywhere: every tile is masked
+        whole = table_pages * PAGE
+    share = _share(whole, SPLITS, TILE_KEYS, LEAST)
+    first = split * share
+    last = tl.cdiv(whole, TILE_KEYS)
+    if page_positions is None:
+        last = tl.cdiv(highest + 1, TILE_KEYS)  # the keys this tile sees
+    if SPLITS > 1:
+        if first * TILE_KEYS >= whole:
+            return
+        last = tl.minimum(last, first + share)
+    d = tl.arange(0, DIM)
+    queries = tl.load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None], other=0.0)
+    top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    acc = tl.zeros([TILE_ROWS, DIM], tl.float32)
+    n = tl.arange(0, TILE_KEYS)
+    inner = n[:, None] * (KV_HEADS * DIM) + d[None, :]  # of keys inside a tile
+    table = tables + segment.to(tl.int64) * table_row
+    clear = tl.minimum(tl.maximum((lowest + 1) // TILE_KEYS, first), last)  # tiles before this one need no mask
+    for t in range(first, clear):
+        page = tl.load(table + t * TILE_KEYS // PAGE).to(tl.int64)
+        base = kv + ((page * 2 * PAGE + t * TILE_KEYS % PAGE) * KV_HEADS + kv_head) * DIM
+        keys = tl.load(base + inner).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        values = tl.load(base + PAGE * KV_HEADS * DIM + inner).to(queries.dtype)
+        acc = tl.dot(weights.to(queries.dtype), values, acc * fade[:, None], input_precision=PRECISION)
+        total = total * fade + tl.sum(weights, axis=1)
+        top = new_top
+    for t in range(clear, last):
+        page = tl.load(table + t * TILE_KEYS // PAGE).to(tl.int64)
+        base = kv + ((page * 2 * PAGE + t * TILE_KEYS % PAGE) * KV_HEADS + kv_head) * DIM
+        key = t * TILE_KEYS + n
+        if page_positions is not None:
+            key = tl.load(page_positions + t * TILE_KEYS // PAGE).to(tl.int32) + t * TILE_KEYS % PAGE + n
+        written = (key <= highest)[:, None]  # behind lies memory nobody wrote, NaN perhaps
+        keys = tl.load(base + inner, mask=written, other=0.0).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - safe[:, None])
+        fade = tl.exp2(top - safe)
+        values = tl.load(base + PAGE * KV_HEADS * DIM + inner, mask=written, other=0.0).to(queries.dtype)
+        acc = tl.dot(weights.to(queries.dtype), values, acc * fade[:, None], input_precision=PRECISION)
+        total = total * fade + tl.sum(weights, axis=1)
+        top = new_top
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    if gate is not None:
+        gated = tl.load(
+            gate + row[:, None] * gate_row + head[:, None] * gate_head + d[None, :], mask=live[:, None], other=0.0
+        )
+        acc = acc * tl.sigmoid(gated.to(tl.float32))
+    to = (split.to(tl.int64) * rows + row) * (KV_HEADS * GROUP) + head
+    tl.store(out + to[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=live[:, None])
+    if lse is not None:
+        # scores are in powers of two; the caller's log-sum-exp is natural
+        natural = tl.where(total > 0.0, (top + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+        tl.store(lse + to, natural, mask=live)
+
+
+@triton.jit
+def _merge_kernel(
+    parts, part_lse, out, lse, gate, starts, row_positions, row_segments, table_pages, gate_row, gate_head, rows,
+    SPLITS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    segment = tl.load(row_segments + row)
+    whole = table_pages * PAGE if LISTED else tl.load(row_positions + tl.load(starts + segment + 1) - 1) + 1
+    share = _share(whole, SPLITS, TILE_KEYS, LEAST)
+    worked = tl.cdiv(tl.cdiv(whole, TILE_KEYS), share)
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, worked, BLOCK):
+        s = first + tl.arange(0, BLOCK)
+        at = (s.to(tl.int64) * rows + row) * HEADS + head
+        logs = tl.load(part_lse + at, mask=s < worked, other=float("-inf"))
+        part = tl.load(parts + at[:, None] * DIM + j[None, :], mask=(s < worked)[:, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(logs, axis=0))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp(logs - safe)
+        fade = tl.exp(top - safe)
+        acc = acc * fade + tl.sum(part * weights[:, None], axis=0)
+        total = total * fade + tl.sum(weights, axis=0)
+        top = new_top
+    acc = acc / tl.where(total > 0.0, total, 1.0)
+    if gate is not None:
+        acc = acc * tl.sigmoid(tl.load(gate + row * gate_row + head * gate_head + j).to(tl.float32))
+    tl.store(out + (row * HEADS + head) * DIM + j, acc.to(out.dtype.element_ty))
+    if lse is not None:  # noqa: SIM102  decided at compile time; the inner one on the device
+        if tl.program_id(0) == 0:
+            one = tl.arange(0, 1)
+            tl.store(lse + row * HEADS + head + one, tl.where(total > 0.0, top + tl.log(total), float("-inf")))
+
+
+def sigmoid_gate(o: Tensor, gate: Tensor) -> Tensor:
+    rows, heads, dim = o.shape
+    assert all((o.is_contiguous(), gate.stride(2) == 1)), "heads lie side by side"
+    out = torch.empty((rows, heads * dim), dtype=o.dtype, device=o.device)
+    block = 1024
+    _gate_kernel[(rows, triton.cdiv(heads * dim, block))](
+        o, gate, out, gate.stride(0), gate.stride(1), heads * dim, DIM=dim, BLOCK=block
+    )
+    return out
+
+
+@triton.jit
+def _gate_kernel(o, gate, out, gate_row, gate_head, n, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    value = tl.load(o + row * n + at, mask=inside, other=0.0).to(tl.float32)
+    opening = tl.load(gate + row * gate_row + at // DIM * gate_head + at % DIM, mask=inside, other=0.0)
+    tl.store(out + row * n + at, (value * tl.sigmoid(opening.to(tl.float32))).to(out.dtype.element_ty), mask=inside)

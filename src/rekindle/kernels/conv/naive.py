@@ -1,0 +1,33 @@
+"""Causal depthwise convolution with SiLU over a window that outlives the forward, by definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from rekindle.kernels.ragged import Ragged
+
+
+def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged) -> Tensor:
+    """u [rows, channels], weight [channels, width] oldest first; windows [slots, width - 1, channels] move on.
+
+    Segment by segment, so that a segment's bits cannot depend on who shares the batch.
+    """
+    out = torch.empty_like(u)
+    start = 0
+    for slot, length in zip(ragged.slot_list, ragged.lengths, strict=True):
+        rows = slice(start, start + length)
+        out[rows] = _segment(u[rows], weight.float(), windows[slot])
+        start += length
+    return out
+
+
+def _segment(u: Tensor, weight: Tensor, window: Tensor) -> Tensor:
+    length, width = u.shape[0], weight.shape[1]
+    seen = torch.cat((window, u.float()))  # [width - 1 + length, channels]
+    window.copy_(seen[length:])
+    total = seen[:length] * weight[:, 0]
+    for i in range(1, width):
+        total += seen[i : i + length] * weight[:, i]
+    return silu(total)

@@ -1,0 +1,128 @@
+"""The gated delta rule, by definition: one row after another.
+
+Per value head with state S [Dk, Dv]:  S ← e^g · S;  δ = β · (v − Sᵀk);  S ← S + k δᵀ;  o = Sᵀq.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from rekindle.kernels.ragged import Ragged
+from rekindle.spec import DeltaSpec
+
+
+class Inputs(NamedTuple):
+    """What the recurrence reads, per row, float32."""
+
+    q: Tensor  # [rows, key_heads, Dk], unit length over √Dk
+    k: Tensor  # [rows, key_heads, Dk], unit length
+    v: Tensor  # [rows, value_heads, Dv]
+    g: Tensor  # [rows, value_heads], log of the decay, never positive
+    beta: Tensor  # [rows, value_heads], in (0, 1)
+
+
+class DeltaRows(NamedTuple):
+    """What a block of rows did to the state; enough to rebuild the state after any of them."""
+
+    k: Tensor  # float32 [rows, key_heads, Dk]
+    delta: Tensor  # float32 [rows, value_heads, Dv]
+    g: Tensor  # float32 [rows, value_heads]
+
+
+def split_inputs(mixed: Tensor, a: Tensor, b: Tensor, decay: Tensor, dt_bias: Tensor, spec: DeltaSpec) -> Inputs:
+    """mixed [rows, channels] is q | k | v; a and b are [rows, value_heads]."""
+    keys = spec.key_heads * spec.key_dim
+    q, k, v = mixed.float().split((keys, keys, spec.inner), dim=-1)
+    return Inputs(
+        q=_unit(q.view(-1, spec.key_heads, spec.key_dim)) * spec.key_dim**-0.5,
+        k=_unit(k.view(-1, spec.key_heads, spec.key_dim)),
+        v=v.view(-1, spec.value_heads, spec.value_dim),
+        g=decay.float() * softplus(a.float() + dt_bias.float()),
+        beta=b.float().sigmoid(),
+    )
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def gated_delta(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    ragged: Ragged,
+    spec: DeltaSpec,
+) -> Tensor:
+    """[rows, value_heads, Dv]; states [slots, value_heads, Dk, Dv] move on in place."""
+    return gated_delta_rows(mixed, a, b, decay, dt_bias, states, ragged, spec)[0]
+
+
+def gated_delta_rows(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    ragged: Ragged,
+    spec: DeltaSpec,
+) -> tuple[Tensor, DeltaRows]:
+    """The same, and the rows from which the state after any row can be rebuilt."""
+    out = mixed.new_empty(mixed.shape[0], spec.value_heads, spec.value_dim)
+    parts = []
+    start = 0
+    for slot, length in zip(ragged.slot_list, ragged.lengths, strict=True):
+        rows = slice(start, start + length)
+        inputs = split_inputs(mixed[rows], a[rows], b[rows], decay, dt_bias, spec)
+        o, deltas = run_rows(inputs, states[slot])
+        out[rows] = o.to(out.dtype)
+        parts.append(DeltaRows(inputs.k, deltas, inputs.g))
+        start += length
+    return out, DeltaRows(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def run_rows(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and δ of every row [rows, value_heads, Dv]; state [value_heads, Dk, Dv] moves on in place."""
+    outs, deltas = [], []
+    for q, k, v, g, beta in zip(*inputs, strict=True):
+        q, k = _tiled(q, state), _tiled(k, state)
+        _forget(state, g)
+        delta = beta[:, None] * (v - _read(state, k))
+        _write(state, k, delta)
+        outs.append(_read(state, q))
+        deltas.append(delta)
+    return torch.stack(outs), torch.stack(deltas)
+
+
+def replay_rows(state: Tensor, k: Tensor, delta: Tensor, g: Tensor, count: int) -> Tensor:
+    """The state [value_heads, Dk, Dv] after `count` of the rows, from the state before them: the very same steps."""
+    state = state.clone()
+    for i in range(count):
+        _forget(state, g[i])
+        _write(state, _tiled(k[i], state), delta[i])
+    return state
+
+
+def _tiled(x: Tensor, state: Tensor) -> Tensor:
+    """[key_heads, Dk] -> [value_heads, Dk]: value head p reads key head p mod key_heads."""
+    return x.repeat(state.shape[0] // x.shape[0], 1)
+
+
+def _forget(state: Tensor, g: Tensor) -> None:
+    state.mul_(g.exp()[:, None, None])
+
+
+def _read(state: Tensor, key: Tensor) -> Tensor:
+    """Sᵀ key per head: [value_heads, Dv]."""
+    return torch.bmm(key[:, None], state)[:, 0]
+
+
+def _write(state: Tensor, key: Tensor, delta: Tensor) -> None:
+    state.baddbmm_(key[:, :, None], delta[:, None])

@@ -1,0 +1,391 @@
+"""The gated delta rule on a GPU.
+
+Single rows and blocks to verify run the recurrence with the state of one value head in registers. Longer segments run
+sub-chunks of CHUNK rows in two launches:
+  prepare  parallel over sub-chunks and heads: T = (I + A)⁻¹, the mixing matrix M, the factors of every row;
+  pass     one program per head and run of value columns walks the sub-chunks with the state S in registers:
+             δ = T (β v − β e^b r_k (K S));  o = e^b r_q (Q S) + M δ;  S ← e^(b_last) S + Kᵀ (e^(b_last − b) r_k δ)
+           (b: running sum of g; r_q, r_k: what makes q and k unit length; chunked.py derives the form).
+Tensor cores multiply in the type of the activations, and float32 operands go in as a high and a low half of that
+type. K and Q enter as they are, so their products are exact before accumulation, and the halves keep 16 bits or more:
+outputs and states stay within 1e-4 of the float32 definition. float32 activations split into three tf32 products.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rekindle.kernels.gated_delta.naive import DeltaRows
+from rekindle.kernels.ragged import Ragged
+from rekindle.spec import DeltaSpec
+
+CHUNK = 64
+
+
+def gated_delta(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    ragged: Ragged,
+    spec: DeltaSpec,
+) -> Tensor:
+    out = torch.empty((mixed.shape[0], spec.value_heads, spec.value_dim), dtype=mixed.dtype, device=mixed.device)
+    if not ragged.decodes:
+        _run_chunked(mixed, a, b, decay, dt_bias, states, ragged, spec, out)
+    if ragged.decodes or 1 in ragged.lengths:
+        _run_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, out, only_single=not ragged.decodes)
+    return out
+
+
+def gated_delta_norm(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    ragged: Ragged,
+    spec: DeltaSpec,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+) -> Tensor:
+    """Single rows only: the recurrent step and the gated norm behind it in one launch."""
+    assert ragged.decodes, "longer segments take gated_delta and gated_rms_norm"
+    out = torch.empty((mixed.shape[0], spec.inner), dtype=z.dtype, device=z.device)
+    _run_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, out, norm=(z, weight, eps))
+    return out
+
+
+def gated_delta_rows(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    ragged: Ragged,
+    spec: DeltaSpec,
+) -> tuple[Tensor, DeltaRows]:
+    rows, device = mixed.shape[0], mixed.device
+    out = torch.empty((rows, spec.value_heads, spec.value_dim), dtype=mixed.dtype, device=device)
+    saved = DeltaRows(
+        k=torch.empty((rows, spec.key_heads, spec.key_dim), dtype=torch.float32, device=device),
+        delta=torch.empty((rows, spec.value_heads, spec.value_dim), dtype=torch.float32, device=device),
+        g=torch.empty((rows, spec.value_heads), dtype=torch.float32, device=device),
+    )
+    _run_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, out, saved=saved)
+    return out, saved
+
+
+def _run_rows(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    ragged: Ragged,
+    spec: DeltaSpec,
+    out: Tensor,
+    *,
+    saved: DeltaRows | None = None,
+    norm: tuple[Tensor, Tensor, float] | None = None,
+    only_single: bool = False,
+) -> None:
+    _check(mixed, a, b, states, spec)
+    # small programs keep more loads in flight; the norm needs a head's values together
+    columns = spec.value_dim if norm is not None else min(32, spec.value_dim)
+    z, weight, eps = norm if norm is not None else (mixed, decay, 0.0)
+    k_rows, delta_rows, g_rows = saved if saved is not None else (decay, decay, decay)
+    _rows_kernel[(spec.value_dim // columns, spec.value_heads, ragged.segments)](
+        mixed, a, b, decay, dt_bias, states, out, z, weight, k_rows, delta_rows, g_rows, ragged.starts, ragged.slots,
+        mixed.stride(0), a.stride(0), b.stride(0), z.stride(0), spec.key_dim**-0.5, eps,
+        KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, DK=spec.key_dim, DV=spec.value_dim, COLUMNS=columns,
+        SAVED=saved is not None, NORMED=norm is not None, ONLY_SINGLE=only_single,
+        num_warps=8 if spec.key_dim * columns >= 16384 else 4,
+    )  # fmt: skip
+
+
+def _check(mixed: Tensor, a: Tensor, b: Tensor, states: Tensor, spec: DeltaSpec) -> None:
+    assert mixed.stride(1) == a.stride(1) == b.stride(1) == 1, "channels and heads lie side by side"
+    assert all((states.is_contiguous(), states.dtype == torch.float32)), "states are contiguous float32"
+    sizes = (spec.key_dim, spec.value_dim)
+    assert all(size >= 16 and size & (size - 1) == 0 for size in sizes), f"head sizes {sizes} must be powers of two"
+
+
+@triton.jit
+def _log_decay(a, decay, dt_bias):
+    """g = decay · softplus(a + dt_bias)."""
+    x = a.to(tl.float32) + dt_bias.to(tl.float32)
+    return decay.to(tl.float32) * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
+
+
+@triton.jit
+def _step_state(state, k, delta, forget):
+    """e^g · S + k δᵀ. Fused by hand, so that recurrence and replay round alike whatever the compiler likes to fuse."""
+    return tl.fma(k[:, None] + tl.zeros_like(state), delta[None, :] + tl.zeros_like(state), state * forget)
+
+
+@triton.jit
+def _rows_kernel(
+    mixed, a, b, decay, dt_bias, states, out, z, weight, k_rows, delta_rows, g_rows, starts, slots,
+    mixed_row, a_row, b_row, z_row, scale, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
+    SAVED: tl.constexpr, NORMED: tl.constexpr, ONLY_SINGLE: tl.constexpr,
+):  # fmt: skip
+    head, segment = tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts + segment).to(tl.int64)
+    stop = tl.load(starts + segment + 1).to(tl.int64)
+    if ONLY_SINGLE:  # noqa: SIM102  decided at compile time; the inner one on the device
+        if stop - start > 1:
+            return
+    key_head = head % KEY_HEADS
+    i = tl.arange(0, DK)
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    slot = tl.load(slots + segment).to(tl.int64)
+    at = states + (slot * VALUE_HEADS + head) * DK * DV + i[:, None] * DV + j[None, :]
+    state = tl.load(at)
+    head_decay, head_bias = tl.load(decay + head), tl.load(dt_bias + head)
+    for row in range(start, stop):
+        base = mixed + row * mixed_row
+        q = tl.load(base + key_head * DK + i).to(tl.float32)
+        k = tl.load(base + (KEY_HEADS + key_head) * DK + i).to(tl.float32)
+        v = tl.load(base + 2 * KEY_HEADS * DK + head * DV + j).to(tl.float32)
+        q = q * (1.0 / tl.sqrt(tl.sum(q * q, axis=0) + 1e-6)) * scale
+        k = k * (1.0 / tl.sqrt(tl.sum(k * k, axis=0) + 1e-6))
+        g = _log_decay(tl.load(a + row * a_row + head), head_decay, head_bias)
+        beta = tl.sigmoid(tl.load(b + row * b_row + head).to(tl.float32))
+        forget = tl.exp(g)
+        delta = beta * (v - forget * tl.sum(state * k[:, None], axis=0))
+        state = _step_state(state, k, delta, forget)
+        o = tl.sum(state * q[:, None], axis=0)
+        if NORMED:
+            norm = 1.0 / tl.sqrt(tl.sum(o * o, axis=0) / DV + eps)
+            gate = tl.load(z + row * z_row + head * DV + j).to(tl.float32)
+            o = o * norm * tl.load(weight + j).to(tl.float32) * gate * tl.sigmoid(gate)
+        tl.store(out + (row * VALUE_HEADS + head) * DV + j, o.to(out.dtype.element_ty))
+        if SAVED:
+            tl.store(delta_rows + (row * VALUE_HEADS + head) * DV + j, delta)
+            tl.store(g_rows + row * VALUE_HEADS + head, g)  # the same value from every run of columns
+            if head < KEY_HEADS:
+                tl.store(k_rows + (row * KEY_HEADS + head) * DK + i, k)
+    tl.store(at, state)
+
+
+def replay_rows(state: Tensor, k: Tensor, delta: Tensor, g: Tensor, count: int) -> Tensor:
+    heads, dk, dv = state.shape
+    assert all(x.is_contiguous() for x in (state, k, delta, g)), "state and rows are dense"
+    out = torch.empty_like(state)
+    columns = min(32, dv)
+    _replay_kernel[(dv // columns, heads)](
+        state, out, k, delta, g, count, KEY_HEADS=k.shape[1], VALUE_HEADS=heads, DK=dk, DV=dv, COLUMNS=columns
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _replay_kernel(
+    state_in, state_out, k_rows, delta_rows, g_rows, count,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    i = tl.arange(0, DK)
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = head * DK * DV + i[:, None] * DV + j[None, :]
+    state = tl.load(state_in + at)
+    for row in range(count):
+        k = tl.load(k_rows + (row * KEY_HEADS + head % KEY_HEADS) * DK + i)
+        delta = tl.load(delta_rows + (row * VALUE_HEADS + head) * DV + j)
+        state = _step_state(state, k, delta, tl.exp(tl.load(g_rows + row * VALUE_HEADS + head)))
+    tl.store(state_out + at, state)
+
+
+def _run_chunked(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    ragged: Ragged,
+    spec: DeltaSpec,
+    out: Tensor,
+) -> None:
+    _check(mixed, a, b, states, spec)
+    device, heads = mixed.device, spec.value_heads
+    # sub-chunk c of segment i has the place starts[i] // CHUNK + i + c: no two share one, and no list is needed
+    places = mixed.shape[0] // CHUNK + ragged.segments
+    wide = mixed.dtype == torch.float32
+    tiles = (places, heads, 1 if wide else 2, CHUNK, CHUNK)  # float32, or the two halves
+    solve = torch.empty(tiles, dtype=mixed.dtype, device=device)
+    mixing = torch.empty(tiles, dtype=mixed.dtype, device=device)
+    factors = torch.empty((places, heads, 5, CHUNK), dtype=torch.float32, device=device)
+    _prepare_kernel[(triton.cdiv(max(ragged.lengths), CHUNK), heads, ragged.segments)](
+        mixed, a, b, decay, dt_bias, solve, mixing, factors, ragged.starts,
+        mixed.stride(0), a.stride(0), b.stride(0), spec.key_dim**-0.5,
+        KEY_HEADS=spec.key_heads, VALUE_HEADS=heads, DK=spec.key_dim, CHUNK=CHUNK, LEVELS=CHUNK.bit_length() - 1,
+        WIDE=wide, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    columns = min(32, spec.value_dim)
+    _pass_kernel[(spec.value_dim // columns, heads, ragged.segments)](
+        mixed, states, out, solve, mixing, factors, ragged.starts, ragged.slots, mixed.stride(0),
+        KEY_HEADS=spec.key_heads, VALUE_HEADS=heads, DK=spec.key_dim, DV=spec.value_dim, COLUMNS=columns, CHUNK=CHUNK,
+        WIDE=wide, num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _dot2(exact, x, WIDE: tl.constexpr):
+    """exact @ x, with x float32 in two halves of the type of `exact`."""
+    if WIDE:
+        return tl.dot(exact, x, input_precision="tf32x3")
+    high = x.to(exact.dtype)
+    low = (x - high.to(tl.float32)).to(exact.dtype)
+    return tl.dot(exact, low, tl.dot(exact, high))
+
+
+@triton.jit
+def _dot3(x, y, kind: tl.constexpr, WIDE: tl.constexpr):
+    """x @ y, both float32."""
+    if WIDE:
+        return tl.dot(x, y, input_precision="tf32x3")
+    high = x.to(kind)
+    return _dot_halves(high, (x - high.to(tl.float32)).to(kind), y)
+
+
+@triton.jit
+def _dot_halves(high, low, y):
+    """(high + low) @ y with y float32, in halves too; the product of the low halves is too small to matter."""
+    y_high = y.to(high.dtype)
+    y_low = (y - y_high.to(tl.float32)).to(high.dtype)
+    return tl.dot(high, y_high, tl.dot(high, y_low, tl.dot(low, y_high)))
+
+
+@triton.jit
+def _store_tile(to, x, kind: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr):
+    i = tl.arange(0, CHUNK)
+    at = i[:, None] * CHUNK + i[None, :]
+    high = x.to(kind)
+    tl.store(to + at, high)
+    if not WIDE:
+        tl.store(to + CHUNK * CHUNK + at, (x - high.to(tl.float32)).to(kind))
+
+
+@triton.jit
+def _dot_tile(tile, y, CHUNK: tl.constexpr, WIDE: tl.constexpr):
+    """A stored tile [CHUNK, CHUNK] times y."""
+    i = tl.arange(0, CHUNK)
+    at = i[:, None] * CHUNK + i[None, :]
+    if WIDE:
+        return tl.dot(tl.load(tile + at), y, input_precision="tf32x3")
+    return _dot_halves(tl.load(tile + at), tl.load(tile + CHUNK * CHUNK + at), y)
+
+
+@triton.jit
+def _prepare_kernel(
+    mixed, a, b, decay, dt_bias, solve, mixing, factors, starts, mixed_row, a_row, b_row, scale,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    chunk, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts + segment).to(tl.int64)
+    length = (tl.load(starts + segment + 1) - start).to(tl.int32)
+    if (length == 1) | (chunk * CHUNK >= length):
+        return
+    kind = mixed.dtype.element_ty
+    i = tl.arange(0, CHUNK)
+    live = chunk * CHUNK + i < length
+    row = start + chunk * CHUNK + i
+    d = tl.arange(0, DK)
+    base = mixed + row[:, None] * mixed_row + (head % KEY_HEADS) * DK + d[None, :]
+    q = tl.load(base, mask=live[:, None], other=0.0)
+    k = tl.load(base + KEY_HEADS * DK, mask=live[:, None], other=0.0)
+    q_unit = scale / tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1) + 1e-6)
+    k_unit = 1.0 / tl.sqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1) + 1e-6)
+    g = _log_decay(
+        tl.load(a + row * a_row + head, mask=live, other=0.0), tl.load(decay + head), tl.load(dt_bias + head)
+    )
+    g = tl.where(live, g, 0.0)  # rows behind the end leave the state alone: no decay, β = 0
+    beta = tl.where(live, tl.sigmoid(tl.load(b + row * b_row + head, mask=live, other=0.0).to(tl.float32)), 0.0)
+    run = tl.cumsum(g, axis=0)
+    last = tl.sum(g, axis=0)
+    below = i[:, None] >= i[None, :]
+    decays = tl.exp(tl.where(below, run[:, None] - run[None, :], 0.0))
+    keys = tl.trans(k)
+    if WIDE:
+        kk = tl.dot(k, keys, input_precision="tf32x3")
+        qk = tl.dot(q, keys, input_precision="tf32x3")
+    else:
+        kk = tl.dot(k, keys)
+        qk = tl.dot(q, keys)
+    place = ((start // CHUNK + segment + chunk) * VALUE_HEADS + head).to(tl.int64)
+    tile = place * (CHUNK * CHUNK * (1 if WIDE else 2))
+    mix = tl.where(below, decays * qk * q_unit[:, None] * k_unit[None, :], 0.0)
+    _store_tile(mixing + tile, mix, kind, CHUNK, WIDE)
+    system = tl.where(i[:, None] > i[None, :], decays * kk * (beta * k_unit)[:, None] * k_unit[None, :], 0.0)
+    # Blockwise substitution, block size doubling from 1: for two neighbours with inverses D₁, D₂ and the block E below
+    # the diagonal between them, the inverse of both is [[D₁, 0], [−D₂ E D₁, D₂]], that is D − D E D.
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    inverse -= tl.where(_between(i, 1), system, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        block = tl.where(_between(i, 1 << level), system, 0.0)
+        inverse -= _dot3(_dot3(inverse, block, kind, WIDE), inverse, kind, WIDE)
+    _store_tile(solve + tile, inverse, kind, CHUNK, WIDE)
+    to = factors + place * 5 * CHUNK + i
+    tl.store(to, beta)
+    tl.store(to + CHUNK, beta * tl.exp(run) * k_unit)
+    tl.store(to + 2 * CHUNK, tl.exp(run) * q_unit)
+    tl.store(to + 3 * CHUNK, tl.exp(last - run) * k_unit)
+    tl.store(to + 4 * CHUNK, tl.exp(last) + tl.zeros([CHUNK], tl.float32))
+
+
+@triton.jit
+def _between(i, size: tl.constexpr):
+    """Entries whose row lies in the second and whose column in the first half of one block of 2 · size."""
+    half = i // size
+    return (half[:, None] == half[None, :] + 1) & (half[None, :] % 2 == 0)
+
+
+@triton.jit
+def _pass_kernel(
+    mixed, states, out, solve, mixing, factors, starts, slots, mixed_row,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    head, segment = tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts + segment).to(tl.int64)
+    length = (tl.load(starts + segment + 1) - start).to(tl.int32)
+    if length == 1:
+        return
+    i, d = tl.arange(0, CHUNK), tl.arange(0, DK)
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    slot = tl.load(slots + segment).to(tl.int64)
+    state_at = states + (slot * VALUE_HEADS + head) * DK * DV + d[:, None] * DV + j[None, :]
+    state = tl.load(state_at)
+    place = (start // CHUNK + segment) * VALUE_HEADS + head
+    for chunk in range(tl.cdiv(length, CHUNK)):
+        live = (chunk * CHUNK + i < length)[:, None]
+        row = start + chunk * CHUNK + i
+        base = mixed + row[:, None] * mixed_row
+        keys_at = base + (head % KEY_HEADS) * DK + d[None, :]
+        q = tl.load(keys_at, mask=live, other=0.0)
+        k = tl.load(keys_at + KEY_HEADS * DK, mask=live, other=0.0)
+        v = tl.load(base + 2 * KEY_HEADS * DK + head * DV + j[None, :], mask=live, other=0.0).to(tl.float32)
+        tile = (place + chunk * VALUE_HEADS) * (CHUNK * CHUNK * (1 if WIDE else 2))
+        factor = factors + (place + chunk * VALUE_HEADS) * 5 * CHUNK
+        beta, reads = tl.load(factor + i), tl.load(factor + CHUNK + i)
+        asks, writes = tl.load(factor + 2 * CHUNK + i), tl.load(factor + 3 * CHUNK + i)
+        forget = tl.load(factor + 4 * CHUNK)
+        target = beta[:, None] * v - reads[:, None] * _dot2(k, state, WIDE)
+        delta = _dot_tile(solve + tile, target, CHUNK, WIDE)
+        o = asks[:, None] * _dot2(q, state, WIDE) + _dot_tile(mixing + tile, delta, CHUNK, WIDE)
+        tl.store(out + (row[:, None] * VALUE_HEADS + head) * DV + j[None, :], o.to(out.dtype.element_ty), mask=live)
+        state = state * forget + _dot2(tl.trans(k), writes[:, None] * delta, WIDE)
+    tl.store(state_at, state)

@@ -1,0 +1,114 @@
+"""Products with a weight matrix. This file alone decides whether a weight stays quantised or is expanded."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from rekindle.kernels.matmul import naive
+from rekindle.kernels.matmul.packing import FORMATS, join, pack
+from rekindle.kernels.matmul.types import Matrix, Packed
+from rekindle.kernels.matmul.upload import upload
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SLAB = 1 << 24  # weights expanded at a time on the CPU
+
+
+def make_matrix(raw: np.ndarray, type: str, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Matrix:
+    """raw uint8 [out, bytes of a row] of a GGUF type -> a weight on the device.
+
+    On a GPU the types of `packing` stay quantised, in planes; everything else is expanded to dtype.
+    """
+    if stays_quantised(type, device):
+        return Matrix(shape, packed=pack(upload(raw, device), type, shape[1]))
+    return Matrix(shape, dense=expanded(raw, type, shape[1], device, dtype).view(shape))
+
+
+def stays_quantised(type: str, device: torch.device) -> bool:
+    return device.type == "cuda" and type in FORMATS
+
+
+def expanded(raw: np.ndarray, type: str, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Stored rows as values [rows, columns] on the device, slab by slab so that float32 never exists in whole."""
+    if type in PLAIN:
+        return upload(raw, device).view(PLAIN[type]).view(raw.shape[0], columns).to(dtype)
+    values = torch.empty(raw.shape[0], columns, dtype=dtype, device=device)
+    step = max(1, SLAB // columns)
+    for at in range(0, raw.shape[0], step):
+        values[at : at + step] = naive.stored_values(raw[at : at + step], type, columns)
+    return values
+
+
+def dense_matrix(values: Tensor) -> Matrix:
+    """A weight [out, in] that is already there as values."""
+    out, columns = values.shape
+    return Matrix((out, columns), dense=values)
+
+
+def join_matrices(matrices: list[Matrix]) -> Matrix | None:
+    """The matrices one below the other as one, or nothing where their types differ."""
+    if len({_like(matrix) for matrix in matrices}) > 1:
+        return None
+    shape = (sum(matrix.rows for matrix in matrices), matrices[0].columns)
+    packed = [matrix.packed for matrix in matrices if matrix.packed is not None]
+    if packed:
+        return Matrix(shape, packed=join(packed))
+    return Matrix(shape, dense=torch.cat([matrix.values for matrix in matrices]))
+
+
+def multiply(x: Tensor, matrix: Matrix) -> Tensor:
+    """x [rows, in] -> [rows, out] in x.dtype."""
+    if matrix.packed is None:
+        return linear(x, matrix.values)
+    return _gpu().multiply(x, matrix.packed)
+
+
+def multiply_add(x: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
+    """residual [rows, out] + x matrixᵀ, in residual's type."""
+    if matrix.packed is None:
+        return residual + linear(x, matrix.values)
+    return _gpu().multiply(x, matrix.packed, residual)
+
+
+def multiply_all(x: Tensor, matrices: list[Matrix]) -> list[Tensor]:
+    """The same x through several matrices; on a GPU a single row takes one launch for up to four of them."""
+    if x.is_cuda and x.shape[0] == 1:
+        return _gpu().multiply_row_by_all(x, matrices)
+    return [multiply(x, matrix) for matrix in matrices]
+
+
+def swiglu(x: Tensor, gate: Matrix, up: Matrix) -> Tensor:
+    """silu(gate x) · (up x): [rows, in] -> [rows, width]."""
+    if gate.packed is None or up.packed is None:
+        return silu(multiply(x, gate)) * multiply(x, up)
+    return _gpu().swiglu(x, gate.packed, up.packed)
+
+
+def _like(matrix: Matrix) -> tuple[object, ...]:
+    if matrix.packed is not None:
+        return matrix.packed.type, matrix.columns
+    return matrix.values.dtype, matrix.columns
+
+
+def _gpu():  # type: ignore[no-untyped-def]
+    """The Triton forms; imported at first use, since a machine without a GPU may have no Triton."""
+    from rekindle.kernels.matmul import triton
+
+    return triton
+
+
+__all__ = [
+    "Matrix",
+    "Packed",
+    "dense_matrix",
+    "expanded",
+    "join_matrices",
+    "make_matrix",
+    "multiply",
+    "multiply_add",
+    "multiply_all",
+    "stays_quantised",
+    "swiglu",
+]

@@ -1,0 +1,478 @@
+"""Routed experts on a GPU.
+
+A pair is a row and one of its experts. For a few rows every pair reads its own weights: one launch for gate and up, one
+for down and the weighted sum. From there on pairs are grouped by expert, so that each expert's weights are read once
+per tile of its rows; for very many rows the experts are first expanded, some at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeGuard
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rekindle.kernels import matmul
+from rekindle.kernels.matmul.tiles import block_numbers, dot_blocks, dot_pair, load_weights
+from rekindle.kernels.matmul.triton import all_arrived, counters, expand, planes_of, row_slab, scratch
+from rekindle.kernels.matmul.types import Packed
+from rekindle.kernels.moe.naive import LEAST_SUM
+from rekindle.kernels.moe.types import ExpertStack, SharedExpert
+
+Three = tuple[Packed, Packed, Packed]
+
+FEW_ROWS = 4  # up to here every pair reads its own weights
+MANY_ROWS = 1024  # from here on experts are expanded
+ROUTED_ROWS = 16  # up to here the router is part of the choosing launch
+SCRATCH = 1 << 28  # weights expanded at a time
+
+
+class PairConfig(NamedTuple):
+    """Tile of the pair kernels: rows of a matrix, warps (32 blocks of a row each)."""
+
+    rows: int
+    warps: int
+
+
+class GroupConfig(NamedTuple):
+    """Tile of the grouped kernels: outputs, pairs, blocks of columns; warps and stages."""
+
+    out: int
+    pairs: int
+    blocks: int
+    warps: int
+    stages: int
+
+
+UP_PAIRS = PairConfig(8, 2)
+DOWN_PAIRS = PairConfig(4, 4)
+
+
+def up_config(pairs_per_expert: int, expanded: bool) -> GroupConfig:
+    if expanded:
+        return GroupConfig(128, 128, 2, 8, 3)
+    return GroupConfig(64, _pairs_tile(pairs_per_expert), 4, 4, 3)
+
+
+def down_config(pairs_per_expert: int, expanded: bool) -> GroupConfig:
+    if expanded:
+        return GroupConfig(128, 128, 2, 8, 3)
+    return GroupConfig(64, _pairs_tile(pairs_per_expert), 4, 4, 3)
+
+
+def _pairs_tile(pairs_per_expert: int) -> int:
+    return min(64, max(16, triton.next_power_of_2(pairs_per_expert)))
+
+
+# ---- choosing ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _choose(logits, ids, weights, experts, least, USED: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr):
+    """The USED largest of one row's logits. An expert's place is the number of experts that come before it."""
+    e = tl.arange(0, E)
+    mine = tl.load(logits + e, e < experts, other=float("-inf"), cache_modifier=".cg")
+    place = tl.zeros([E], tl.int32)
+    for start in range(0, E, CHUNK):
+        o = start + tl.arange(0, CHUNK)
+        other = tl.load(logits + o, o < experts, other=float("-inf"), cache_modifier=".cg")
+        before = (other[None, :] > mine[:, None]) | ((other[None, :] == mine[:, None]) & (o[None, :] < e[:, None]))
+        place += tl.sum(before.to(tl.int32), 1)
+    chances = tl.exp(mine - tl.max(mine, 0))
+    chances = chances / tl.sum(chances, 0)
+    chosen = (place < USED) & (e < experts)
+    total = tl.maximum(tl.sum(tl.where(chosen, chances, 0.0), 0), least)
+    tl.store(ids + place, e, chosen)
+    tl.store(weights + place, chances / total, chosen)
+
+
+@triton.jit
+def _route_kernel(
+    h, router, logits, ids, weights, arrived, experts, hidden, least,
+    USED: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """BE logits of one row; the last program of the row chooses."""
+    row = tl.program_id(1)
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    acc = tl.zeros([BE, BK], tl.float32)
+    for start in range(0, hidden, BK):
+        k = start + tl.arange(0, BK)
+        x = tl.load(h + row * hidden + k, k < hidden, other=0.0).to(tl.float32)
+        w = tl.load(
+            router + e[:, None] * hidden + k[None, :], (e < experts)[:, None] & (k < hidden)[None, :], other=0.0
+        )
+        acc += w.to(tl.float32) * x[None, :]
+    tl.store(logits + row * experts + e, tl.sum(acc, 1), e < experts)
+    if all_arrived(arrived + row, tl.num_programs(0)):
+        _choose(logits + row * experts, ids + row * USED, weights + row * USED, experts, least, USED, E, CHUNK)
+
+
+@triton.jit
+def _choose_kernel(logits, ids, weights, experts, least, USED: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr):
+    row = tl.program_id(0)
+    _choose(logits + row * experts, ids + row * USED, weights + row * USED, experts, least, USED, E, CHUNK)
+
+
+def route(h: Tensor, router: Tensor, used: int) -> tuple[Tensor, Tensor]:
+    """Ids int32 and weights float32 [rows, used] of the chosen experts."""
+    rows, hidden = h.shape
+    experts = router.shape[0]
+    ids = torch.empty(rows, used, dtype=torch.int32, device=h.device)
+    weights = torch.empty(rows, used, dtype=torch.float32, device=h.device)
+    width = triton.next_power_of_2(experts)
+    chunk = min(32, width)
+    if rows > ROUTED_ROWS:
+        logits = h.float() @ router.float().T
+        _choose_kernel[(rows,)](
+            logits, ids, weights, experts, LEAST_SUM, USED=used, E=width, CHUNK=chunk, num_warps=4
+        )  # fmt: skip
+        return ids, weights
+    logits = torch.empty(rows, experts, dtype=torch.float32, device=h.device)
+    _route_kernel[(triton.cdiv(experts, 2), rows)](
+        h.contiguous(), router, logits, ids, weights, counters(h.device), experts, hidden, LEAST_SUM,
+        USED=used, E=width, BE=2, BK=1024, CHUNK=chunk, num_warps=4,
+    )  # fmt: skip
+    return ids, weights
+
+
+# ---- every pair for itself ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _up_tile(
+    x, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers, base, at, rows, nought,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr,
+    BN: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """silu(gate x) · (up x) for BN outputs [at, at + BN) of the expert whose rows begin at `base`."""
+    blocks: tl.constexpr = COLUMNS // 32
+    t = tl.arange(0, 2 * BN)
+    row = base + tl.minimum(at + t // 2, rows - 1)
+    is_up = (t % 2 == 1)[None, :]
+    p_codes = tl.where(is_up, up_codes, codes)
+    p_high = tl.where(is_up, up_high, high)
+    p_scales = tl.where(is_up, up_scales, scales)
+    p_supers = tl.where(is_up, up_supers, supers)
+    acc = tl.zeros([BB, 2 * BN], tl.float32)
+    for start in range(0, blocks, BB):
+        b = start + tl.arange(0, BB)
+        b_mask = b < blocks
+        blk = block_numbers(b, row, blocks)
+        mask = b_mask[:, None] & (row >= 0)[None, :]
+        acc += dot_blocks(x, p_codes, p_high, p_scales, p_supers, b, b_mask, blk, mask, nought, TYPE, MASKED)
+    gate, up = tl.split(tl.sum(acc, 0).reshape(BN, 2))
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _up_pairs_kernel(
+    h, ids, inner, share, scale, rows, nought,
+    codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
+    s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales, s_up_supers,
+    USED: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
+    BN: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """inner[row, place, :] for a chosen expert; place USED is the shared expert, which also leaves its share."""
+    row = tl.program_id(2)
+    place = tl.program_id(1)
+    at = tl.program_id(0) * BN
+    x = h + row * COLUMNS
+    n = at + tl.arange(0, BN)
+    p_out = inner + (row * (USED + SHARED) + place) * rows + n
+    if place < USED:
+        base = tl.load(ids + row * USED + place).to(tl.int64) * rows
+        y = _up_tile(
+            x, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers, base, at, rows, nought,
+            COLUMNS, TYPE, BN, BB, MASKED,
+        )  # fmt: skip
+        tl.store(p_out, y, n < rows)
+    elif SHARED:
+        y = _up_tile(
+            x, s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales, s_up_supers,
+            tl.zeros([], tl.int64), at, rows, nought, COLUMNS, S_TYPE, BN, BB, MASKED,
+        )  # fmt: skip
+        tl.store(p_out, y, n < rows)
+        if at == 0:
+            acc = tl.zeros([BB * 32], tl.float32)
+            for start in range(0, COLUMNS, BB * 32):
+                k = start + tl.arange(0, BB * 32)
+                acc += (
+                    tl.load(x + k, k < COLUMNS, other=0.0).to(tl.float32)
+                    * tl.load(scale + k, k < COLUMNS, other=0.0).to(tl.float32)
+                )  # fmt: skip
+            tl.store(share + row, tl.sigmoid(tl.sum(acc, 0)))
+
+
+@triton.jit
+def _down_pairs_kernel(
+    inner, ids, weights, share, residual, out, rows, nought,
+    codes, high, scales, supers, s_codes, s_high, s_scales, s_supers,
+    USED: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
+    BN: tl.constexpr, BB: tl.constexpr, SB: tl.constexpr, MASKED: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """BN outputs of one row: the chosen experts' blocks behind one another are one long sum, then the shared one's."""
+    row = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    o_n = tl.minimum(n, rows - 1)
+    blocks: tl.constexpr = COLUMNS // 32
+    x = inner + row * (USED + SHARED) * COLUMNS
+    acc = tl.zeros([BB, BN], tl.float32)
+    for start in range(0, USED * blocks, BB):
+        b = start + tl.arange(0, BB)
+        b_mask = b < USED * blocks
+        place = b // blocks
+        expert = tl.load(ids + row * USED + place, b_mask, other=0).to(tl.int64)
+        weight = tl.load(weights + row * USED + place, b_mask, other=0.0)
+        blk = tl.max_contiguous((expert * rows * blocks + b % blocks)[:, None] + (o_n * blocks)[None, :], (1, 1))
+        mask = b_mask[:, None] & (o_n >= 0)[None, :]
+        part = dot_blocks(x, codes, high, scales, supers, b, b_mask, blk, mask, nought, TYPE, MASKED)
+        acc += weight[:, None] * part
+    y = tl.sum(acc, 0)
+    if SHARED:
+        x += USED * COLUMNS
+        s_acc = tl.zeros([SB, BN], tl.float32)
+        for start in range(0, blocks, SB):
+            b = start + tl.arange(0, SB)
+            b_mask = b < blocks
+            blk = block_numbers(b, o_n, blocks)
+            mask = b_mask[:, None] & (o_n >= 0)[None, :]
+            s_acc += dot_blocks(x, s_codes, s_high, s_scales, s_supers, b, b_mask, blk, mask, nought, S_TYPE, True)
+        y += tl.load(share + row) * tl.sum(s_acc, 0)
+    if ADD:
+        y += tl.load(residual + row * rows + n, n < rows, other=0.0).to(tl.float32)
+    tl.store(out + row * rows + n, y, n < rows)
+
+
+def by_pair(
+    h: Tensor, ids: Tensor, weights: Tensor, gate: Packed, up: Packed, down: Packed, width: int,
+    shared: tuple[Packed, Packed, Packed, Tensor] | None, residual: Tensor | None,
+    up_tile: PairConfig = UP_PAIRS, down_tile: PairConfig = DOWN_PAIRS,
+) -> Tensor:  # fmt: skip
+    """Two launches for everything; gate and up are of one type, and so are the shared expert's."""
+    rows, hidden = h.shape
+    used = ids.shape[1]
+    s_gate, s_up, s_down, scale = shared or (gate, up, down, h)
+    places = used + (shared is not None)
+    inner = torch.empty(rows, places, width, dtype=torch.float32, device=h.device)
+    share = torch.empty(rows, dtype=torch.float32, device=h.device)
+    half, blocks = up_tile.rows // 2, 32 * up_tile.warps
+    _up_pairs_kernel[(triton.cdiv(width, half), places, rows)](
+        h.contiguous(), ids, inner, share, scale, width, 0, *planes_of(gate), *planes_of(up), *planes_of(s_gate),
+        *planes_of(s_up), USED=used, SHARED=shared is not None, COLUMNS=hidden, TYPE=gate.type, S_TYPE=s_gate.type,
+        BN=half, BB=blocks, MASKED=hidden % (32 * blocks) != 0, num_warps=up_tile.warps,
+    )  # fmt: skip
+    out = torch.empty(rows, hidden, dtype=h.dtype if residual is None else residual.dtype, device=h.device)
+    blocks = 32 * down_tile.warps
+    _down_pairs_kernel[(triton.cdiv(hidden, down_tile.rows), rows)](
+        inner, ids, weights, share, out if residual is None else residual, out, hidden, 0,
+        *planes_of(down), *planes_of(s_down),
+        USED=used, SHARED=shared is not None, COLUMNS=width, TYPE=down.type, S_TYPE=s_down.type, BN=down_tile.rows,
+        BB=blocks, SB=min(blocks, triton.next_power_of_2(width // 32)), MASKED=used * width % (32 * blocks) != 0,
+        ADD=residual is not None, num_warps=down_tile.warps,
+    )  # fmt: skip
+    return out
+
+
+# ---- grouped by expert -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _group_kernel(ids, order, starts, pairs, B: tl.constexpr):
+    """Pairs of one expert, in their order, behind those of lower experts; starts[e] is where they begin."""
+    e = tl.program_id(0)
+    start = tl.zeros([], tl.int32)
+    for at in range(0, pairs, B):
+        o = at + tl.arange(0, B)
+        start += tl.sum((tl.load(ids + o, o < pairs, other=2147483647) < e).to(tl.int32), 0)
+    tl.store(starts + e, start)
+    if e < tl.num_programs(0) - 1:
+        for at in range(0, pairs, B):
+            o = at + tl.arange(0, B)
+            mine = (tl.load(ids + o, o < pairs, other=-1) == e).to(tl.int32)
+            tl.store(order + start + tl.cumsum(mine, 0) - 1, o, mine == 1)
+            start += tl.sum(mine, 0)
+
+
+def group(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """ids int32 [rows, used] -> (pairs sorted by expert int32 [pairs], where each expert's begin [experts + 1])."""
+    pairs = ids.numel()
+    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    starts = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
+    block = min(1024, triton.next_power_of_2(pairs))
+    _group_kernel[(experts + 1,)](ids, order, starts, pairs, B=block, num_warps=4)
+    return order, starts
+
+
+@triton.jit
+def _tile_weights(
+    codes, high, scales, supers, row, start, nought,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Weights [BN, 32 · BB] of the rows `row` (counted over all experts) from block `start` on."""
+    if TYPE == "dense":
+        k = start * 32 + tl.arange(0, BB * 32)
+        p_w = codes + row[:, None] * COLUMNS + k[None, :]
+        if MASKED:
+            return tl.load(p_w, (k < COLUMNS)[None, :], other=0.0)
+        else:
+            return tl.load(p_w)
+    else:
+        blocks: tl.constexpr = COLUMNS // 32
+        b = start + tl.arange(0, BB)
+        blk = b[:, None] + row[None, :] * blocks
+        mask = (b < blocks)[:, None] & (row >= 0)[None, :]
+        return load_weights(codes, high, scales, supers, blk, mask, nought, TYPE, DTYPE, MASKED)
+
+
+@triton.jit
+def _grouped_kernel(
+    x, order, starts, weights, out, first, width, nought,
+    codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, PAIRED: tl.constexpr, USED: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """All pairs of one expert for BN outputs.
+
+    PAIRED: x is by row, out [pairs, width] in the order of `order` gets silu(gate x) · (up x).
+    Otherwise x is in the order of `order`, and out [pairs, width] by pair gets weight · (down x).
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    expert = tl.program_id(1)
+    begin = tl.load(starts + first + expert)
+    end = tl.load(starts + first + expert + 1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = expert.to(tl.int64) * width + tl.minimum(n, width - 1)
+    for at in range(begin, end, BM):
+        m = at + tl.arange(0, BM)
+        pair = tl.load(order + m, m < end, other=0)
+        source = pair // USED if PAIRED else tl.minimum(m, end - 1)
+        p_x = x + source[:, None].to(tl.int64) * COLUMNS + tl.arange(0, BB * 32)[None, :]
+        acc = tl.zeros([BN, BM], tl.float32)
+        acc_up = acc
+        for start in range(0, COLUMNS // 32, BB):
+            if MASKED:
+                b_x = tl.load(p_x + start * 32, (start * 32 + tl.arange(0, BB * 32) < COLUMNS)[None, :], other=0.0)
+            else:
+                b_x = tl.load(p_x + start * 32)
+            b_w = _tile_weights(codes, high, scales, supers, row, start, nought, COLUMNS, TYPE, DTYPE, BB, MASKED)
+            acc = dot_pair(b_w, b_x, acc, EXACT)
+            if PAIRED:
+                b_up = _tile_weights(
+                    up_codes, up_high, up_scales, up_supers, row, start, nought, COLUMNS, UP_TYPE, DTYPE, BB, MASKED
+                )
+                acc_up = dot_pair(b_up, b_x, acc_up, EXACT)
+        mask = (m < end)[:, None] & (n < width)[None, :]
+        if PAIRED:
+            acc = acc * tl.sigmoid(acc) * acc_up
+            tl.store(out + m[:, None].to(tl.int64) * width + n[None, :], tl.trans(acc), mask)
+        else:
+            y = tl.trans(acc) * tl.load(weights + pair, m < end, other=0.0)[:, None]
+            tl.store(out + pair[:, None].to(tl.int64) * width + n[None, :], y, mask)
+
+
+@triton.jit
+def _combine_kernel(
+    shares, h, scale, shared, residual, out, hidden,
+    USED: tl.constexpr, SHARED: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """out[row] = Σ over places of shares[row, place], plus the shared expert by its share, plus residual."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * B + tl.arange(0, B)
+    mask = n < hidden
+    total = tl.zeros([B], tl.float32)
+    for place in tl.static_range(USED):
+        total += tl.load(shares + (row * USED + place) * hidden + n, mask, other=0.0)
+    if SHARED:
+        dot = tl.zeros([B], tl.float32)
+        for start in range(0, hidden, B):
+            k = start + tl.arange(0, B)
+            dot += (
+                tl.load(h + row * hidden + k, k < hidden, other=0.0).to(tl.float32)
+                * tl.load(scale + k, k < hidden, other=0.0).to(tl.float32)
+            )  # fmt: skip
+        share = tl.sigmoid(tl.sum(dot, 0))
+        total += share * tl.load(shared + row * hidden + n, mask, other=0.0).to(tl.float32)
+    if ADD:
+        total += tl.load(residual + row * hidden + n, mask, other=0.0).to(tl.float32)
+    tl.store(out + row * hidden + n, total, mask)
+
+
+def by_group(
+    h: Tensor, ids: Tensor, weights: Tensor, gate: ExpertStack, up: ExpertStack, down: ExpertStack,
+    shared: SharedExpert | None, residual: Tensor | None, expanding: bool,
+    up_tile: GroupConfig | None = None, down_tile: GroupConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """Each expert's weights are read once per tile of its pairs; `expanding` turns them into values beforehand."""
+    rows, hidden = h.shape
+    used, pairs = ids.shape[1], ids.numel()
+    h = h.contiguous()
+    density = triton.cdiv(2 * pairs, gate.experts)
+    order, starts = group(ids, gate.experts)
+    inner = torch.empty(pairs, gate.rows, dtype=h.dtype, device=h.device)
+    shares = torch.empty(pairs, hidden, dtype=torch.float32, device=h.device)
+    tile = up_tile or up_config(density, expanding)
+    _grouped(h, order, starts, weights, inner, [gate, up], used, tile, expanding)
+    tile = down_tile or down_config(density, expanding)
+    _grouped(inner, order, starts, weights, shares, [down], used, tile, expanding)
+    extra = None if shared is None else matmul.multiply(matmul.swiglu(h, shared.gate, shared.up), shared.down)
+    out = torch.empty(rows, hidden, dtype=h.dtype if residual is None else residual.dtype, device=h.device)
+    block = min(512, triton.next_power_of_2(hidden))
+    _combine_kernel[(rows, triton.cdiv(hidden, block))](
+        shares, h, h if shared is None else shared.scale, h if extra is None else extra,
+        out if residual is None else residual, out, hidden,
+        USED=used, SHARED=shared is not None, ADD=residual is not None, B=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _grouped(
+    x: Tensor, order: Tensor, starts: Tensor, weights: Tensor, out: Tensor, stacks: list[ExpertStack],
+    used: int, tile: GroupConfig, expanding: bool,
+) -> None:  # fmt: skip
+    """One launch over all experts, or one per handful of experts that fits the scratch once expanded."""
+    stack = stacks[0]
+    size = stack.rows * stack.columns
+    step = max(1, SCRATCH // (len(stacks) * size)) if expanding else stack.experts
+    for first in range(0, stack.experts, step):
+        count = min(step, stack.experts - first)
+        parts: list[Packed | Tensor] = [s.planes for s in stacks]
+        if expanding:
+            values = scratch(x, len(stacks) * count * stack.rows, stack.columns).chunk(len(stacks))
+            slabs = [row_slab(s.planes, first * s.rows, (first + count) * s.rows) for s in stacks]
+            parts = [expand(slab, out=view) for slab, view in zip(slabs, values, strict=True)]
+        types = ["dense" if isinstance(part, Tensor) else part.type for part in parts]
+        _grouped_kernel[(triton.cdiv(stack.rows, tile.out), count)](
+            x, order, starts, weights, out, first, stack.rows, 0, *planes_of(parts[0]), *planes_of(parts[-1]),
+            COLUMNS=stack.columns, TYPE=types[0], UP_TYPE=types[-1], PAIRED=len(stacks) == 2, USED=used,
+            BN=tile.out, BM=tile.pairs, BB=tile.blocks, MASKED=stack.columns % (32 * tile.blocks) != 0,
+            EXACT=x.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+
+# ---- the door ----------------------------------------------------------------------------------------------------
+
+
+def moe(
+    h: Tensor, ids: Tensor, weights: Tensor, gate: ExpertStack, up: ExpertStack, down: ExpertStack,
+    shared: SharedExpert | None = None, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The chosen experts, weighted, and the shared one: [rows, hidden]."""
+    rows = h.shape[0]
+    if rows <= FEW_ROWS and gate.planes.type == up.planes.type:
+        if shared is None:
+            return by_pair(h, ids, weights, gate.planes, up.planes, down.planes, gate.rows, None, residual)
+        packed = shared.gate.packed, shared.up.packed, shared.down.packed
+        if _fits_pairs(packed, gate.rows):
+            quad = (*packed, shared.scale)
+            return by_pair(h, ids, weights, gate.planes, up.planes, down.planes, gate.rows, quad, residual)
+    return by_group(h, ids, weights, gate, up, down, shared, residual, expanding=rows >= MANY_ROWS)
+
+
+def _fits_pairs(packed: tuple[Packed | None, Packed | None, Packed | None], width: int) -> TypeGuard[Three]:
+    """The shared expert can run as one more pair: quantised, gate and up alike, as wide as the others."""
+    gate, up, down = packed
+    if gate is None or up is None or down is None:
+        return False
+    return gate.type == up.type and gate.rows == width

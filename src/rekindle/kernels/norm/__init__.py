@@ -1,0 +1,37 @@
+"""RMS norms: plain, after adding to the residual stream, and gated."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rekindle.kernels.norm import naive
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [rows, n], weight [n] -> [rows, n]; statistics in float32, result in x.dtype."""
+    if x.is_cuda:
+        from rekindle.kernels.norm import triton
+
+        return triton.rms_norm(x, weight, eps)
+    return naive.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + y, rms_norm(x + y)), both in x.dtype."""
+    if x.is_cuda:
+        from rekindle.kernels.norm import triton
+
+        return triton.add_rms_norm(x, y, weight, eps)
+    return naive.add_rms_norm(x, y, weight, eps)
+
+
+def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm(o [rows, heads, dim]) · weight [dim] · silu(z [rows, heads · dim]) -> like z."""
+    if o.is_cuda:
+        from rekindle.kernels.norm import triton
+
+        return triton.gated_rms_norm(o, z, weight, eps)
+    return naive.gated_rms_norm(o, z, weight, eps)
+
+
+__all__ = ["add_rms_norm", "gated_rms_norm", "rms_norm"]

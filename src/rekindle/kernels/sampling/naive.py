@@ -1,0 +1,134 @@
+"""From logits to tokens, in torch on any device, without a host sync.
+
+A row's draw depends on its own logits, settings and uniform number only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SMALL_TOP_K = 128  # up to here partial selection beats sorting the vocabulary
+RUNS = 64  # runs of the vocabulary that are searched side by side
+
+
+class LogProbs(NamedTuple):
+    """Natural logarithms of probabilities."""
+
+    chosen: Tensor  # float32 [rows]
+    top: Tensor  # float32 [rows, top], highest first
+    top_tokens: Tensor  # int64 [rows, top]
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor
+) -> Tensor:
+    """logits float32 [rows, vocab], settings [rows] -> int64 [rows].
+
+    Temperature first, then top-k (0: off), top-p (1: off), min-p (0: off), each on what the one before left; then the
+    first token whose cumulated probability exceeds the uniform number in [0, 1). Temperature 0 takes the highest
+    logit, the lowest id on ties. Settings that lie on the host choose a cheaper path where there is one.
+    """
+    if _on_host(temperature) and bool((temperature == 0).all()):
+        return argmax(logits)
+    width = logits.shape[-1]
+    if _on_host(top_k) and bool(((top_k > 0) | (temperature == 0).cpu()).all()):
+        width = min(width, max(1, int(top_k.max())))
+    values, tokens = _highest(logits, width)
+    temperature, top_k, top_p, min_p, uniforms = (
+        x.to(logits.device)[:, None] for x in (temperature, top_k, top_p, min_p, uniforms)
+    )
+    greedy = temperature == 0
+    scaled = (values - values[:, :1]) / torch.where(greedy, 1.0, temperature)
+    probabilities = _filtered(scaled.exp(), top_k, top_p, min_p)
+    cumulated = probabilities.cumsum(-1)
+    beyond = uniforms * cumulated[:, -1:] < cumulated
+    first = beyond.to(torch.int8).argmax(-1, keepdim=True)  # beyond is False … False True … True
+    return tokens.gather(-1, torch.where(greedy, 0, first))[:, 0]
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The lowest id among the highest logits [rows, vocab] -> int64 [rows]."""
+    if logits.is_cuda:
+        from rekindle.kernels.sampling import triton
+
+        return triton.argmax(logits)
+    return logits.argmax(-1)
+
+
+def _on_host(x: Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
+def _highest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` highest logits in descending order with their ids, the lowest id first among equals."""
+    if width > SMALL_TOP_K:
+        values, tokens = logits.sort(dim=-1, descending=True, stable=True)
+        return values[:, :width], tokens[:, :width]
+    tokens = _top_tokens(logits, width).sort(dim=-1).values
+    values, order = logits.gather(-1, tokens).sort(dim=-1, descending=True, stable=True)
+    return values, tokens.gather(-1, order)
+
+
+def _top_tokens(logits: Tensor, width: int) -> Tensor:
+    """Ids of the `width` highest logits, in any order. Runs of the vocabulary first: they can work side by side."""
+    vocab = logits.shape[1]
+    if vocab % RUNS or vocab // RUNS < 4 * width:
+        return logits.topk(width, dim=-1).indices
+    values, at = logits.unflatten(1, (RUNS, -1)).topk(width, dim=-1)
+    tokens = at + torch.arange(0, vocab, vocab // RUNS, device=logits.device)[:, None]
+    best = values.flatten(1).topk(width, dim=-1).indices
+    return tokens.flatten(1).gather(-1, best)
+
+
+def _filtered(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """weights [rows, n] descend from 1; what a filter removes becomes 0. The first always stays."""
+    ranks = torch.arange(weights.shape[-1], device=weights.device)
+    weights = torch.where((top_k > 0) & (ranks >= top_k), 0.0, weights)
+    cumulated = weights.cumsum(-1)
+    before = cumulated - weights  # a token stays while those before it have not reached top_p of the whole
+    weights = torch.where((top_p < 1) & (ranks > 0) & (before >= top_p * cumulated[:, -1:]), 0.0, weights)
+    return torch.where((weights < min_p) & (ranks > 0), 0.0, weights)
+
+
+def count_tokens(histories: Sequence[Sequence[int]], vocab: int, device: torch.device | str) -> Tensor:
+    """How often each token occurs in each history: int32 [rows, vocab]."""
+    counts = torch.zeros(len(histories), vocab, dtype=torch.int32)
+    for row, history in zip(counts, histories, strict=True):
+        tokens = torch.tensor(history, dtype=torch.int64)
+        row.scatter_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
+    return counts.to(device)
+
+
+def apply_penalties(
+    logits: Tensor,
+    prompt_counts: Tensor,
+    answer_counts: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+) -> Tensor:
+    """New logits [rows, vocab]; counts int32 [rows, vocab], penalties float32 [rows] (0, 0 and 1 change nothing).
+
+    Repetition divides positive and multiplies negative logits of tokens seen in prompt or answer; presence and
+    frequency count the answer alone.
+    """
+    factor = repetition[:, None]
+    repeated = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = torch.where((prompt_counts > 0) | (answer_counts > 0), repeated, logits)
+    return logits - frequency[:, None] * answer_counts - presence[:, None] * (answer_counts > 0)
+
+
+def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Tensor:
+    """New logits with values[i] added at (rows[i], tokens[i])."""
+    return logits.index_put((rows, tokens), values, accumulate=True)
+
+
+def log_softmax_at(logits: Tensor, tokens: Tensor, top: int) -> LogProbs:
+    """Log-probabilities of the chosen tokens int64 [rows] and of the `top` likeliest."""
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    values, ids = logits.topk(top, dim=-1)
+    return LogProbs((logits.gather(-1, tokens[:, None]) - normaliser)[:, 0], values - normaliser, ids)

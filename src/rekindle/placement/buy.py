@@ -1,0 +1,114 @@
+"""The one decision: which experts and pages the rest of a budget buys.
+
+Everything that could be bought stands in one list, in an order that does not know the budget. A stage buys from its
+start until the money is out. So more memory buys a longer piece of the same list: never fewer experts, never a smaller
+pool. The context limit only decides how many pages stand at the end of the list, behind the last expert.
+
+    least pages │ floor of experts │ experts, and a page for each page's worth of them, up to the target │ experts
+                                                                          │ pages up to every sequence at its limit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rekindle.errors import BadConfig
+from rekindle.placement.types import LayerSizes, Wishes
+from rekindle.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """What one stage may buy."""
+
+    order: tuple[int, ...]  # layers; the n-th mention of a layer is its n-th expert by rank
+    floor: int  # so many of the order come before any page is weighed against them
+    layers: dict[int, LayerSizes]
+    page_bytes: int
+    least: int  # pages that must be bought
+    target: int  # pages that are worth as much as experts
+    most: int  # pages beyond the target that help even if not every sequence fits
+    full: int  # pages of every sequence at its limit
+
+    @property
+    def expert_bytes(self) -> int:
+        return sum(layer.expert * layer.experts for layer in self.layers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Bought:
+    resident: dict[int, int]  # experts on the device per layer, hot ones and ring slots
+    pages: int
+
+
+def buy(shelf: Shelf, room: int) -> Bought | None:
+    """Walk the shelf; None if not even the least pages can be had."""
+    pages, resident = shelf.least, dict.fromkeys(shelf.layers, 0)
+    room -= pages * shelf.page_bytes
+    if room < 0:
+        return None
+    spent = 0  # on experts beyond the floor
+    for place, layer in enumerate(shelf.order):
+        while pages < shelf.target and spent >= (pages - shelf.least + 1) * shelf.page_bytes:
+            if room < shelf.page_bytes:
+                return Bought(resident, pages)
+            pages += 1
+            room -= shelf.page_bytes
+        cost = shelf.layers[layer].expert
+        if room < cost:
+            return Bought(resident, pages)
+        resident[layer] += 1
+        room -= cost
+        spent += cost if place >= shelf.floor else 0
+    return Bought(resident, pages + _last_pages(shelf, room, pages))
+
+
+def _last_pages(shelf: Shelf, room: int, pages: int) -> int:
+    """Every expert is on the device; the rest is for pages."""
+    if room >= (shelf.full - pages) * shelf.page_bytes:  # always so in a stage without attention
+        return shelf.full - pages
+    return max(0, min(room // shelf.page_bytes, shelf.most - pages))
+
+
+def buying_order(spec: ModelSpec, layers: dict[int, LayerSizes], wishes: Wishes) -> tuple[int, ...]:
+    """First the experts one token uses, in every layer; then by use per byte, or evenly where nothing was counted."""
+    ranks = [(rank, i) for i, layer in layers.items() for rank in range(layer.experts)]
+    floor = sorted((rank, i) for rank, i in ranks if rank < spec.ffn.used)
+    rest = [(rank, i) for rank, i in ranks if rank >= spec.ffn.used]
+    if wishes.counts is None:
+        rest.sort()
+    else:
+        by_rank = {i: sorted(wishes.counts[i], reverse=True) for i in layers}
+        rest.sort(key=lambda place: (-by_rank[place[1]][place[0]] / layers[place[1]].expert, *place))
+    return tuple(i for _, i in floor + rest)
+
+
+def ranked_experts(layer: int, experts: int, wishes: Wishes) -> Sequence[int]:
+    """Expert ids of a layer, most used first."""
+    if wishes.counts is None:
+        return range(experts)
+    counts = wishes.counts[layer]
+    return sorted(range(experts), key=lambda expert: (-counts[expert], expert))
+
+
+def hot_of(resident: int, experts: int, used: int, ring_share: float) -> int:
+    """How many of the resident places hold a fixed expert; the others are the ring.
+
+    The ring never has more slots than the experts that found no place, and never eats into the floor. Each of the
+    three terms grows with `resident`, so one place more never makes an expert cold.
+    """
+    ring = int(ring_share * experts)
+    return max(min(resident, used), resident - ring, 2 * resident - experts)
+
+
+def check_counts(spec: ModelSpec, wishes: Wishes) -> None:
+    if wishes.counts is None:
+        return
+    if len(wishes.counts) != spec.layers:
+        raise BadConfig(f"routing counts have {len(wishes.counts)} layers, the model has {spec.layers}")
+    for i, row in enumerate(wishes.counts):
+        if len(row) != spec.ffn.experts:
+            raise BadConfig(f"routing counts of layer {i} name {len(row)} experts, the model has {spec.ffn.experts}")
+        if not all(0 <= count < float("inf") for count in row):
+            raise BadConfig(f"routing counts of layer {i} must be finite numbers of at least 0")

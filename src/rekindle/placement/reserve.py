@@ -1,0 +1,190 @@
+"""What a stage reserves before it buys experts and pages: every byte of it by name.
+
+Nothing here depends on the context limit, so a higher limit never costs a device anything but the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from rekindle.errors import BadConfig
+from rekindle.placement.types import LONGEST_CONTEXT, Device, Item, LayerSizes, Sizes, Wishes, pages_for
+from rekindle.spec import PAGE, Mixer, ModelSpec, Span
+
+MIB = 1 << 20
+F32 = 4
+RUNTIME = 256 * MIB  # driver context, loaded kernels, library workspaces of a GPU
+MARGIN_PART = 32  # the margin is this part of the budget …
+MARGIN_MOST = 512 * MIB  # … and never more than this
+EXPAND_MOST = 128 * MIB  # a larger quantised matrix is expanded in slices of rows
+IN_FLIGHT = 2  # snapshots whose copies to the host are under way
+STAGED_PAGES = 2 * 32  # pages of one layer in the two buffers between host and device
+ATTENTION_SPLITS = 16  # parts into which decode cuts a long sequence
+SUB_CHUNK = 64  # rows the chunked delta rule solves at once
+
+# Pages no pool can do without: the sink, the four before the append head, and two to move.
+SINK_PAGES, TAIL_PAGES, MOVING_PAGES = 1, 4, 2
+
+
+@dataclass(frozen=True, slots=True)
+class SpanWeights:
+    """Bytes and layer counts of one span."""
+
+    mixers: int
+    dense: int
+    shared: int
+    experts: int  # bytes of all routed experts
+    attention_layers: int
+    delta_layers: int
+
+
+class Weigher:
+    """Answers what any span of the model weighs, from running sums."""
+
+    def __init__(self, spec: ModelSpec, sizes: Sizes) -> None:
+        if len(sizes.layers) != spec.layers:
+            raise BadConfig(f"sizes describe {len(sizes.layers)} layers, the model has {spec.layers}")
+        self._sums = [
+            list(accumulate(values, initial=0))
+            for values in (
+                [layer.mixer for layer in sizes.layers],
+                [layer.dense for layer in sizes.layers],
+                [layer.shared for layer in sizes.layers],
+                [layer.expert * layer.experts for layer in sizes.layers],
+                [int(mixer is Mixer.ATTENTION) for mixer in spec.mixers],
+                [int(mixer is Mixer.DELTA) for mixer in spec.mixers],
+            )
+        ]
+
+    def weigh(self, span: Span) -> SpanWeights:
+        return SpanWeights(*(sums[span.stop] - sums[span.start] for sums in self._sums))
+
+
+def kv_token_bytes(spec: ModelSpec, kv_type: str) -> int:
+    """K and V of one token in ONE attention layer."""
+    values = spec.attention.kv_values_per_token
+    if kv_type == "q8":  # 32 values and their scale take 34 bytes
+        if spec.attention.head_dim % 32:
+            raise BadConfig(f"q8 KV packs 32 values, the model's heads have {spec.attention.head_dim}")
+        return values // 32 * 34
+    return values * (4 if kv_type == "f32" else 2)
+
+
+def state_bytes(spec: ModelSpec, layers: int) -> int:
+    """Recurrent matrices of one slot in so many DeltaNet layers."""
+    return layers * spec.delta.state_values * F32 if spec.delta else 0
+
+
+def window_bytes(spec: ModelSpec, layers: int) -> int:
+    """Convolution windows of one slot in so many DeltaNet layers."""
+    return layers * spec.delta.window_values * F32 if spec.delta else 0
+
+
+def rewind_bytes(spec: ModelSpec, layers: int, rows: int) -> int:
+    """Rows (convolution input, k, δ, g) that one slot keeps while a block is verified."""
+    if spec.delta is None:
+        return 0
+    delta = spec.delta
+    values = delta.conv_channels + delta.value_heads * (delta.key_dim + delta.value_dim + 1)
+    return layers * rows * values * F32
+
+
+def least_pages(wishes: Wishes) -> int:
+    """The smallest pool that can run: open pages of all sequences and one chunk of prefill, or what paging needs."""
+    open_pages = 2 if wishes.rewind_rows else 1  # a block may lie across a page's edge
+    running = SINK_PAGES + wishes.sequences * open_pages + pages_for(wishes.chunk)
+    return min(wishes.full_pages, max(SINK_PAGES + TAIL_PAGES + MOVING_PAGES, running))
+
+
+def margin(budget: int) -> int:
+    return min(budget // MARGIN_PART, MARGIN_MOST)
+
+
+def smallest_budget(needed: int) -> int:
+    """The least budget that leaves `needed` bytes beside its margin."""
+    budget = needed + min(needed // (MARGIN_PART - 1), MARGIN_MOST)
+    while budget - margin(budget) < needed:
+        budget += 1
+    while budget > 1 and budget - 1 - margin(budget - 1) >= needed:
+        budget -= 1
+    return budget
+
+
+def fixed_items(
+    spec: ModelSpec, sizes: Sizes, wishes: Wishes, device: Device, weights: SpanWeights, last: bool
+) -> list[Item]:
+    """Weights that are always on the device, state, and work memory; without margin, experts and pool."""
+    return [
+        Item("mixers", weights.mixers),
+        Item("dense ffn", weights.dense),
+        Item("routers and shared experts", weights.shared),
+        Item("final norm", sizes.norms if last else 0),
+        Item("head", sizes.head if last else 0),
+        Item("drafter", wishes.drafter_bytes if last else 0),
+        *_state_items(spec, wishes, weights),
+        *_work_items(spec, sizes, wishes, device, weights, last),
+    ]
+
+
+def _state_items(spec: ModelSpec, wishes: Wishes, weights: SpanWeights) -> list[Item]:
+    state, window = state_bytes(spec, weights.delta_layers), window_bytes(spec, weights.delta_layers)
+    page = weights.attention_layers * PAGE * kv_token_bytes(spec, wishes.kv_type)
+    slots, rows = wishes.sequences, wishes.rewind_rows
+    return [
+        Item("recurrent state", slots * state),
+        Item("conv windows", slots * window),
+        Item("padding slot and page", state + window + page),  # padded rows of a replayed graph write here
+        Item("rewind rows", slots * rewind_bytes(spec, weights.delta_layers, rows)),
+        Item("rewind bases", slots * (state + window) if rows else 0),  # the state before the block
+        Item("snapshots in flight", IN_FLIGHT * (state + window + page)),
+    ]
+
+
+def _work_items(
+    spec: ModelSpec, sizes: Sizes, wishes: Wishes, device: Device, weights: SpanWeights, last: bool
+) -> list[Item]:
+    decode_rows = wishes.sequences * (1 + wishes.rewind_rows)
+    rows = wishes.chunk + decode_rows
+    kv_page = PAGE * kv_token_bytes(spec, wishes.kv_type)
+    gpu = not device.is_cpu
+    has_attention, has_delta = weights.attention_layers > 0, weights.delta_layers > 0
+    partials = decode_rows * spec.attention.heads * ATTENTION_SPLITS * (spec.attention.head_dim + 2) * F32
+    largest_expert = max((layer.expert for layer in sizes.layers), default=0)
+    return [
+        Item("page tables", wishes.sequences * pages_for(LONGEST_CONTEXT) * 4 if has_attention else 0),
+        Item("page staging", STAGED_PAGES * kv_page if has_attention and gpu else 0),
+        Item("expert staging", 2 * largest_expert if weights.experts and gpu else 0),
+        Item("activations", rows * _row_bytes(spec, wishes.compute_bytes)),
+        Item("logits", 2 * decode_rows * spec.vocab * F32 if last else 0),  # logits, and the sampler's copy
+        Item("expand scratch", min(sizes.widest * wishes.compute_bytes, EXPAND_MOST)),
+        Item("attention partials", partials if has_attention else 0),
+        Item("delta scratch", _delta_scratch(spec, rows) if has_delta else 0),
+        Item("kernels and runtime", RUNTIME if gpu else 0),
+    ]
+
+
+def _row_bytes(spec: ModelSpec, compute_bytes: int) -> int:
+    """One row at the widest point of a layer: residual, its sum and its norm, then the mixer or the feed-forward."""
+    attention, delta, ffn = spec.attention, spec.delta, spec.ffn
+    q = attention.heads * attention.head_dim
+    widths = [q * (3 if attention.gated else 2) + attention.kv_values_per_token]
+    if delta:
+        widths.append(2 * delta.conv_channels + 2 * delta.inner + 2 * delta.value_heads)
+    if ffn.is_moe:
+        widths.append(ffn.experts + ffn.used * (3 * ffn.expert_width + spec.hidden) + 3 * ffn.shared_width)
+    else:
+        widths.append(3 * ffn.width)
+    return (3 * spec.hidden + max(widths)) * compute_bytes
+
+
+def _delta_scratch(spec: ModelSpec, rows: int) -> int:
+    """Terms of the chunked delta rule: solved keys and values, queries, writes, and the matrices between rows."""
+    assert spec.delta is not None, "a DeltaNet layer in a model without DeltaNet sizes"
+    per_row = 4 * spec.delta.key_dim + 3 * spec.delta.value_dim + 5 * SUB_CHUNK
+    return rows * spec.delta.value_heads * per_row * F32
+
+
+def expert_layers(sizes: Sizes, span: Span) -> dict[int, LayerSizes]:
+    """The span's layers that route, by index."""
+    return {i: sizes.layers[i] for i in span.layers if sizes.layers[i].experts}

@@ -1,0 +1,86 @@
+"""Layers to devices: contiguous spans that tile the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rekindle.errors import BadConfig
+from rekindle.spec import Span
+
+AUTO = "auto"
+
+
+def split_layers(layers: int, weights: Sequence[float]) -> tuple[Span, ...]:
+    """One span per weight, as long as its share of the weights; each at least one layer.
+
+    40 layers, (0.5, 0.5) -> [0, 20) [20, 40)
+    """
+    _check_devices(layers, len(weights))
+    for weight in weights:
+        if not (math.isfinite(weight) and weight > 0):
+            raise BadConfig(f"split weight {weight} among {_join(weights)} must be a finite number above 0")
+    largest = max(weights)  # shares are taken of the largest first, so that no sum overflows
+    shares = [weight / largest for weight in weights]
+    ends: list[int] = []
+    for i in range(len(shares)):
+        wanted = math.floor(sum(shares[: i + 1]) / sum(shares) * layers + 0.5)
+        least = (ends[-1] if ends else 0) + 1
+        most = layers - (len(shares) - 1 - i)  # a layer for each device still to come
+        ends.append(min(max(wanted, least), most))
+    ends[-1] = layers
+    return _spans(ends)
+
+
+def spans_from_counts(layers: int, counts: Sequence[int]) -> tuple[Span, ...]:
+    """One span per explicit layer count."""
+    _check_devices(layers, len(counts))
+    for count in counts:
+        if count <= 0:
+            raise BadConfig(f"layer count {count} among {_join(counts)} must be above 0")
+    if sum(counts) != layers:
+        raise BadConfig(
+            f"layer counts {_join(counts)} sum to {sum(counts)}, the model has {layers} layers "
+            f"(weights are written with a point, such as {','.join(f'{count}.0' for count in counts)})"
+        )
+    return _spans([sum(counts[: i + 1]) for i in range(len(counts))])
+
+
+def spans_from_wish(split: Sequence[float], devices: int, layers: int) -> tuple[Span, ...]:
+    """Ints are layer counts, anything else is weights."""
+    if len(split) != devices:
+        raise BadConfig(f"the split {_join(split)} names {len(split)} devices, the machine has {devices}")
+    counts = [part for part in split if isinstance(part, int)]
+    return spans_from_counts(layers, counts) if len(counts) == len(split) else split_layers(layers, split)
+
+
+def parse_split(text: str, devices: int, layers: int) -> tuple[float, ...] | None:
+    """'0.5,0.5' weights, '20,20' layer counts, 'auto' None; checked, so that Wishes.split can take it as it is."""
+    if text.strip().lower() == AUTO:
+        _check_devices(layers, devices)
+        return None
+    split = tuple(_number(part.strip(), text) for part in text.split(","))
+    spans_from_wish(split, devices, layers)
+    return split
+
+
+def _number(part: str, text: str) -> float:
+    try:
+        return int(part) if part.isascii() and part.isdecimal() else float(part)
+    except ValueError:
+        raise BadConfig(f"split {text!r} has the part {part!r}, which is neither a number nor 'auto'") from None
+
+
+def _check_devices(layers: int, devices: int) -> None:
+    if devices < 1:
+        raise BadConfig(f"a split needs at least 1 device, {devices} were given for {layers} layers")
+    if devices > layers:
+        raise BadConfig(f"{devices} devices cannot share {layers} layers, each needs at least one")
+
+
+def _spans(ends: Sequence[int]) -> tuple[Span, ...]:
+    return tuple(Span(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _join(parts: Sequence[float]) -> str:
+    return ",".join(map(str, parts))

@@ -1,0 +1,246 @@
+"""What placement reads and what it answers. Bytes are ints, tokens are tokens, pages are PAGE tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rekindle.errors import BadConfig
+from rekindle.spec import PAGE, ModelSpec, Span
+
+KINDS = ("cuda", "hip", "cpu")
+KV_MODES = ("exact", "sparse")
+KV_TYPES = ("bf16", "f16", "f32", "q8")
+
+# Page tables have room for this many tokens per slot whatever the limit, so that a higher limit costs nothing.
+LONGEST_CONTEXT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Something that can hold a stage. `budget` is what Rekindle may use of it, all told."""
+
+    name: str
+    kind: str  # cuda, hip or cpu
+    budget: int  # bytes
+    speed: float = 1.0  # relative to the other devices
+    host: bool = False  # its memory is the machine's RAM: every CPU, and GPUs with unified memory
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise BadConfig(f"device {self.name} is of kind {self.kind!r}, known kinds are {', '.join(KINDS)}")
+        if self.budget <= 0:
+            raise BadConfig(f"device {self.name} has a budget of {self.budget} bytes, it needs more than 0")
+        if not (math.isfinite(self.speed) and self.speed > 0):
+            raise BadConfig(f"device {self.name} has speed {self.speed}, it must be a finite number above 0")
+        if self.kind == "cpu" and not self.host:
+            raise BadConfig(f"device {self.name} is a CPU, so its memory is host memory, but host is False")
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Devices in pipeline order, and the RAM that Rekindle may use (host devices draw from it too)."""
+
+    devices: tuple[Device, ...]
+    ram: int
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise BadConfig("the machine has 0 devices, a plan needs at least 1")
+        names = [device.name for device in self.devices]
+        if len(set(names)) != len(names):
+            raise BadConfig(f"two devices share a name: {', '.join(names)}")
+        if self.ram <= 0:
+            raise BadConfig(f"the machine has {self.ram} bytes of RAM, it needs more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """Bytes of one layer as the file stores them."""
+
+    mixer: int  # attention or DeltaNet, with the layer's norms
+    dense: int = 0  # dense feed-forward
+    shared: int = 0  # router and shared expert
+    expert: int = 0  # ONE routed expert
+    experts: int = 0  # how many of them
+
+    @property
+    def total(self) -> int:
+        return self.mixer + self.dense + self.shared + self.expert * self.experts
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the model weighs."""
+
+    embedding: int
+    head: int  # the output matrix as loaded; a tied model loads the embedding a second time
+    norms: int  # final norm, and whatever else stands outside the layers
+    layers: tuple[LayerSizes, ...]
+    widest: int  # values of the largest quantised matrix; 0 where nothing is quantised
+
+    @property
+    def experts(self) -> int:
+        return sum(layer.experts for layer in self.layers)
+
+    @property
+    def expert_bytes(self) -> int:
+        return sum(layer.expert * layer.experts for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user asks for. None is 'auto'."""
+
+    context: int  # tokens one sequence may reach
+    sequences: int = 1  # slots
+    kv_type: str = "bf16"
+    pool: int | None = None  # tokens of KV on every device
+    drafter_bytes: int = 0  # the drafter's weights and its own state; it lives beside the head
+    split: tuple[float, ...] | None = None  # ints are layer counts, floats are weights
+    ring_share: float = 1 / 16  # of a layer's experts, as spare slots that follow the routing
+    counts: Sequence[Sequence[float]] | None = None  # routing counts [layer][expert]
+    kv_mode: str = "exact"
+    rewind_rows: int = 0  # rows of a block that rewind may go back into
+    compute_bytes: int = 2  # of one activation value
+    chunk: int = 512  # tokens of one prefill forward
+
+    def __post_init__(self) -> None:
+        _check_range("context", self.context, 1, LONGEST_CONTEXT)
+        _check_range("sequences", self.sequences, 1, 1024)
+        _check_range("rewind_rows", self.rewind_rows, 0, 64)
+        _check_range("chunk", self.chunk, 1, 65536)
+        _check_range("drafter_bytes", self.drafter_bytes, 0, 1 << 50)
+        if self.pool is not None:
+            _check_range("pool", self.pool, PAGE, LONGEST_CONTEXT * 1024)
+        if self.kv_type not in KV_TYPES:
+            raise BadConfig(f"kv_type is {self.kv_type!r}, known types are {', '.join(KV_TYPES)}")
+        if self.kv_mode not in KV_MODES:
+            raise BadConfig(f"kv_mode is {self.kv_mode!r}, known modes are {', '.join(KV_MODES)}")
+        if self.compute_bytes not in (2, 4):
+            raise BadConfig(f"compute_bytes is {self.compute_bytes}, activations are 2 or 4 bytes wide")
+        if not 0 <= self.ring_share <= 1:  # refuses NaN too
+            raise BadConfig(f"ring_share is {self.ring_share}, it must lie between 0 and 1")
+
+    @property
+    def full_pages(self) -> int:
+        """Pages that hold every sequence at the context limit."""
+        return self.sequences * pages_for(self.context)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A named number of bytes."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What one device holds. The runtime reads these numbers and computes none of them again."""
+
+    device: Device
+    span: Span
+    items: tuple[Item, ...]
+    hot: tuple[tuple[int, ...], ...]  # expert ids per layer of the span, most used first; empty for dense layers
+    ring_slots: tuple[int, ...]  # spare expert slots per layer of the span
+    cold: int  # experts of the span that live in RAM
+    slots: int
+    pool_pages: int
+    full_pages: int  # what every sequence at the context limit would take
+    host_pages: int  # pages that RAM may hold for this stage
+    page_bytes: int  # one page in all attention layers of the span
+
+    @property
+    def total(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+    @property
+    def left(self) -> int:
+        return self.device.budget - self.total
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.pool_pages * PAGE
+
+    @property
+    def pool_is_on(self) -> bool:
+        """Whether a sequence may find the pool full before it reaches the context limit."""
+        return self.pool_pages < self.full_pages
+
+    @property
+    def hot_count(self) -> int:
+        return sum(map(len, self.hot))
+
+    def bytes_of(self, name: str) -> int:
+        return sum(item.bytes for item in self.items if item.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another wish or another machine close to the one asked for."""
+
+    name: str
+    changes: str  # one sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The outcome of placement."""
+
+    spec: ModelSpec
+    machine: Machine
+    wishes: Wishes
+    stages: tuple[StagePlan, ...]
+    host_items: tuple[Item, ...]
+    live_pages: int  # pages all sequences together may hold, on the devices and in RAM
+    reasons: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+
+    def stage(self, index: int) -> StagePlan:
+        return self.stages[index]
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(stage.span for stage in self.stages)
+
+    @property
+    def hot(self) -> int:
+        return sum(stage.hot_count for stage in self.stages)
+
+    @property
+    def cold(self) -> int:
+        return sum(stage.cold for stage in self.stages)
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages that every stage has: the pool of the pipeline as a whole."""
+        return min(stage.pool_pages for stage in self.stages)
+
+    @property
+    def pool_is_on(self) -> bool:
+        return any(stage.pool_is_on for stage in self.stages)
+
+    @property
+    def host_total(self) -> int:
+        return sum(item.bytes for item in self.host_items)
+
+    @property
+    def host_left(self) -> int:
+        """RAM for snapshots and the rest of the machine."""
+        return self.machine.ram - self.host_total
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def _check_range(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise BadConfig(f"{name} is {value}, it must lie between {least} and {most}")

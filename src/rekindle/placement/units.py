@@ -1,0 +1,17 @@
+"""Bytes for people."""
+
+from __future__ import annotations
+
+
+def gib(size: int) -> str:
+    """'1.25 GiB', '12.0 MiB', '3.0 KiB'."""
+    if abs(size) >= 1 << 30:
+        return f"{size / (1 << 30):.2f} GiB"
+    if abs(size) >= 1 << 20:
+        return f"{size / (1 << 20):.1f} MiB"
+    return f"{size / 1024:.1f} KiB"
+
+
+def plural(count: int, noun: str) -> str:
+    """'1 expert', '2,048 experts'."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -1,0 +1,176 @@
+"""Radix trees over token ids: the longest published prefix of a prompt, in time that depends on the prompt only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from rekindle.prefix.types import Entry, Node, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How far a prompt goes down one tree."""
+
+    entries: tuple[Entry, ...]  # published prefixes of the prompt, shortest first
+    depth: int  # where the prompt leaves the tree
+    seen: int | None  # the token the tree has there
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """What both trees know of a prompt."""
+
+    candidates: tuple[Entry, ...]  # longest first, each once
+    depth: int
+    seen: int | None
+
+
+class Radix:
+    """The tree of one tier. Inner nodes hold an entry or part at least two ways; so removing stays local."""
+
+    def __init__(self) -> None:
+        self.root = Node(np.empty(0, dtype=np.int32), None, 0)
+        self.steps = 0  # nodes visited, ever; what the cost laws count
+
+    def walk(self, tokens: np.ndarray) -> Path:
+        entries: list[Entry] = []
+        node = self.root
+        while True:
+            self.steps += 1
+            if node.entry is not None:
+                entries.append(node.entry)
+            child = node.children.get(int(tokens[node.depth])) if node.depth < len(tokens) else None
+            if child is None:
+                # At a fork any branch is something the tree has seen; the newest says most.
+                return Path(tuple(entries), node.depth, next(reversed(node.children), None))
+            shared = common(child.edge, tokens[node.depth :])
+            if shared < len(child.edge):
+                return Path(tuple(entries), node.depth + shared, int(child.edge[shared]))
+            node = child
+
+    def insert(self, tokens: np.ndarray) -> Node:
+        """The node that ends exactly at `tokens`, made if need be."""
+        node = self.root
+        while node.depth < len(tokens):
+            self.steps += 1
+            rest = tokens[node.depth :]
+            child = node.children.get(int(rest[0]))
+            if child is None:
+                return self._attach(node, rest)
+            shared = common(child.edge, rest)
+            node = child if shared == len(child.edge) else self._split(child, shared)
+        return node
+
+    def remove(self, node: Node) -> None:
+        """Take the entry off a node and the node out of the tree if it no longer serves."""
+        self.steps += 1
+        node.entry = None
+        if node.children:
+            self._join(node)
+            return
+        assert node.parent is not None, "the root holds no entry"
+        del node.parent.children[int(node.edge[0])]
+        self._join(node.parent)
+
+    def _attach(self, parent: Node, edge: np.ndarray) -> Node:
+        # A copy: a view would keep the tokens of an evicted snapshot alive.
+        child = Node(edge.copy(), parent, parent.depth + len(edge))
+        parent.children[int(edge[0])] = child
+        return child
+
+    def _split(self, child: Node, shared: int) -> Node:
+        """Put a node inside the edge of `child`, which stays the same object below it."""
+        parent = child.parent
+        assert parent is not None, "the root has no edge to split"
+        middle = Node(child.edge[:shared], parent, parent.depth + shared)
+        parent.children[int(child.edge[0])] = middle
+        child.edge = child.edge[shared:]
+        child.parent = middle
+        middle.children[int(child.edge[0])] = child
+        return middle
+
+    def _join(self, node: Node) -> None:
+        """Undo a split that nobody needs any more: one child, no entry."""
+        if node.parent is None or node.entry is not None or len(node.children) != 1:
+            return
+        (child,) = node.children.values()
+        child.edge = np.concatenate([node.edge, child.edge])
+        child.parent = node.parent
+        node.parent.children[int(node.edge[0])] = child
+
+
+def common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading tokens two runs share."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
+
+
+class PrefixIndex:
+    """The trees of both tiers. Not locked: the cache that owns it is."""
+
+    def __init__(self) -> None:
+        self.trees = {tier: Radix() for tier in Tier}
+        self.counts = dict.fromkeys(Tier, 0)
+
+    @property
+    def steps(self) -> int:
+        return sum(tree.steps for tree in self.trees.values())
+
+    def walk(self, tokens: np.ndarray) -> Walk:
+        """Every published prefix of the prompt, in either tier, and where the prompt leaves both trees."""
+        ram, disk = (self.trees[tier].walk(tokens) for tier in Tier)
+        both = dict.fromkeys(sorted((*ram.entries, *disk.entries), key=lambda entry: -entry.position))
+        further = ram if ram.depth >= disk.depth else disk
+        seen = further.seen
+        if seen is None and ram.depth == disk.depth:
+            seen = disk.seen
+        return Walk(tuple(both), further.depth, seen)
+
+    def find(self, tokens: np.ndarray) -> Entry | None:
+        """The entry published under exactly these tokens."""
+        found = self.walk(tokens).candidates[:1]
+        return found[0] if found and found[0].position == len(tokens) else None
+
+    def publish(self, tokens: np.ndarray, entry: Entry, tier: Tier) -> Entry | None:
+        """Hang an entry into a tier's tree; returns the entry that is no leaf any more, if there is one."""
+        assert len(tokens) == entry.position > 0, f"a key of {len(tokens)} tokens, a state at {entry.position}"
+        assert entry.node(tier) is None, "an entry hangs in a tree once"
+        node = self.trees[tier].insert(tokens)
+        assert node.entry is None, "one entry per prefix"
+        node.entry = entry
+        self._set_node(entry, tier, node)
+        self.counts[tier] += 1
+        parent = node.parent
+        first_child = parent is not None and len(parent.children) == 1 and not node.children
+        return parent.entry if parent is not None and first_child else None
+
+    def evict(self, entry: Entry, tier: Tier) -> Entry | None:
+        """Take an entry out of a tier's tree; returns the entry that has become a leaf, if one has."""
+        node = entry.node(tier)
+        assert node is not None, "only what is published can be evicted"
+        parent = node.parent
+        self.trees[tier].remove(node)
+        self._set_node(entry, tier, None)
+        self.counts[tier] -= 1
+        return parent.entry if parent is not None and not parent.children else None
+
+    def entries(self, tier: Tier) -> Iterator[Entry]:
+        """Every entry of a tier; for starting, stopping and tests, never per request."""
+        nodes = [self.trees[tier].root]
+        while nodes:
+            node = nodes.pop()
+            nodes.extend(node.children.values())
+            if node.entry is not None:
+                yield node.entry
+
+    @staticmethod
+    def _set_node(entry: Entry, tier: Tier, node: Node | None) -> None:
+        if tier is Tier.RAM:
+            entry.ram_node = node
+        else:
+            entry.disk_node = node

@@ -1,0 +1,236 @@
+"""What to keep and what to evict: one order over both tiers, found without looking at those that stay.
+
+A tier over its budget loses, in this order, least recently used first within each rank:
+
+    LATTICE    even points inside long messages
+    LEAF       ends of branches that no active conversation needs
+    ANCESTOR   what lies on the way to something longer
+    FRESH      the newest snapshots of conversations that have not come back yet
+    RETURNING  the newest snapshots of conversations that have
+    SYSTEM     system + tools, which every conversation under the same prompt starts from
+
+System prompts may hold a quarter of a tier (and always one); beyond that they go first, those never hit before the
+others, so that side calls with prompts of their own push out neither conversations nor the system prompt in use.
+What is pinned is in no rank and cannot be evicted.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from rekindle.prefix.types import Entry, Standing, Tier
+from rekindle.prompt import BoundaryKind
+
+SYSTEM_SHARE = 4  # system prompts may hold one in so many bytes of a tier
+
+FRESH_CONVERSATIONS = 4
+RETURNING_CONVERSATIONS = 8
+NEWEST = 3  # snapshots a conversation may need next: its answer, its prompt's end, the last message of it
+PATIENCE = 64  # lookups after which a conversation that did not come back is no longer active
+
+
+class Rank(IntEnum):
+    LATTICE = 0
+    LEAF = 1
+    ANCESTOR = 2
+    FRESH = 3
+    RETURNING = 4
+    SYSTEM = 5
+
+
+Key = tuple[bool, int]  # (was it ever hit, for system prompts; last use), smallest leaves first
+
+
+def rank_of(entry: Entry, leaf: bool) -> Rank:
+    if entry.kind is BoundaryKind.SYSTEM:
+        return Rank.SYSTEM
+    if entry.standing is not Standing.IDLE:
+        return Rank.RETURNING if entry.standing is Standing.RETURNING else Rank.FRESH
+    if entry.kind is BoundaryKind.LATTICE:
+        return Rank.LATTICE
+    return Rank.LEAF if leaf else Rank.ANCESTOR
+
+
+class Retention:
+    """Who leaves one tier next. One heap per rank; an entry that moved leaves a stale item behind, skipped later."""
+
+    def __init__(self, tier: Tier, budget: int) -> None:
+        self.tier = tier
+        self.budget = budget
+        self.steps = 0  # heap items looked at, ever; what the cost laws count
+        self._places: dict[Entry, tuple[Rank, Key]] = {}
+        self._heaps: dict[Rank, list[tuple[Key, int, Entry]]] = {rank: [] for rank in Rank}
+        self._counts = dict.fromkeys(Rank, 0)
+        self._system_bytes = 0
+        self._pushes = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def place(self, entry: Entry) -> None:
+        """Give an entry its place, new or changed; a pinned or leaving one has none."""
+        node = entry.node(self.tier)
+        self.forget(entry)
+        if node is None or entry.pins or (entry.leaving and self.tier is Tier.RAM):
+            return
+        rank = rank_of(entry, not node.children)
+        key = (rank is Rank.SYSTEM and entry.hits > 0, entry.used)
+        self._places[entry] = (rank, key)
+        self._counts[rank] += 1
+        if rank is Rank.SYSTEM:
+            self._system_bytes += entry.own_bytes
+        self._push(rank, key, entry)
+
+    def forget(self, entry: Entry) -> None:
+        """No longer a candidate."""
+        place = self._places.pop(entry, None)
+        if place is None:
+            return
+        self._counts[place[0]] -= 1
+        if place[0] is Rank.SYSTEM:
+            self._system_bytes -= entry.own_bytes
+
+    def victim(self) -> Entry | None:
+        """The next to leave, no longer a candidate; None if all that is left is pinned."""
+        for rank in self._order():
+            entry = self._pop(rank)
+            if entry is not None:
+                self.forget(entry)
+                return entry
+        return None
+
+    def _order(self) -> list[Rank]:
+        crowded = self._counts[Rank.SYSTEM] > 1 and self._system_bytes * SYSTEM_SHARE > self.budget
+        return [Rank.SYSTEM, *Rank] if crowded else list(Rank)
+
+    def _push(self, rank: Rank, key: Key, entry: Entry) -> None:
+        heap = self._heaps[rank]
+        self._pushes += 1
+        heapq.heappush(heap, (key, self._pushes, entry))
+        # Stale items may outnumber the living only so far: sweeping costs no more than the pushes that made them.
+        if len(heap) > 2 * self._counts[rank] + 64:
+            self.steps += len(heap)
+            heap[:] = [item for item in heap if self._is_live(rank, item)]
+            heapq.heapify(heap)
+
+    def _pop(self, rank: Rank) -> Entry | None:
+        heap = self._heaps[rank]
+        while heap:
+            self.steps += 1
+            item = heapq.heappop(heap)
+            if self._is_live(rank, item):
+                return item[2]
+        return None
+
+    def _is_live(self, rank: Rank, item: tuple[Key, int, Entry]) -> bool:
+        return self._places.get(item[2]) == (rank, item[0])
+
+
+@dataclass(slots=True)
+class _Conversation:
+    newest: deque[Entry] = field(default_factory=deque)
+    seen: int = 0  # lookups when it was last seen
+    returning: bool = False
+
+
+class Conversations:
+    """Which conversations are active and which snapshots they will need next.
+
+    Fresh and returning ones are bounded apart, so that no number of side calls, which never come back, ends the
+    protection of a conversation that does; and one that stays away loses it after PATIENCE lookups, so that a quiet
+    conversation cannot keep new ones out for ever.
+    """
+
+    def __init__(self, changed: Callable[[Entry], None]) -> None:
+        self._changed = changed
+        self._lookups = 0
+        self._fresh: OrderedDict[str, _Conversation] = OrderedDict()  # longest unseen first
+        self._returning: OrderedDict[str, _Conversation] = OrderedDict()
+
+    def published(self, entry: Entry) -> None:
+        """A new snapshot of a conversation: it will be needed next."""
+        if entry.kind is BoundaryKind.SYSTEM:
+            return  # shared by many conversations, kept on its own account
+        conversation = self._see(entry.conversation)
+        self._add(conversation, entry)
+        self._bound()
+
+    def came_back(self, entry: Entry) -> None:
+        """A prompt hit one of its snapshots."""
+        if entry.kind is BoundaryKind.SYSTEM:
+            return
+        conversation = self._see(entry.conversation)
+        self._fresh.pop(entry.conversation, None)
+        self._returning[entry.conversation] = conversation
+        conversation.returning = True
+        self._add(conversation, entry)
+        for newest in conversation.newest:
+            self._stand(newest, Standing.RETURNING)
+        self._bound()
+
+    def looked_up(self) -> None:
+        """Time passes, counted in lookups."""
+        self._lookups += 1
+        for group in (self._fresh, self._returning):
+            while group and next(iter(group.values())).seen + PATIENCE < self._lookups:
+                self._retire(group)
+
+    def forget(self, entry: Entry) -> None:
+        """Evicted from both tiers."""
+        conversation = self._fresh.get(entry.conversation) or self._returning.get(entry.conversation)
+        if conversation is not None and entry in conversation.newest:
+            conversation.newest.remove(entry)
+
+    def _see(self, name: str) -> _Conversation:
+        group = self._returning if name in self._returning else self._fresh
+        conversation = group.setdefault(name, _Conversation())
+        conversation.seen = self._lookups
+        group.move_to_end(name)
+        return conversation
+
+    def _add(self, conversation: _Conversation, entry: Entry) -> None:
+        if entry in conversation.newest:
+            conversation.newest.remove(entry)
+        conversation.newest.append(entry)
+        self._stand(entry, Standing.RETURNING if conversation.returning else Standing.FRESH)
+        if len(conversation.newest) > NEWEST:
+            self._stand(conversation.newest.popleft(), Standing.IDLE)
+
+    def _bound(self) -> None:
+        for group, bound in ((self._fresh, FRESH_CONVERSATIONS), (self._returning, RETURNING_CONVERSATIONS)):
+            if len(group) > bound:
+                self._retire(group)
+
+    def _retire(self, group: OrderedDict[str, _Conversation]) -> None:
+        _, conversation = group.popitem(last=False)
+        for entry in conversation.newest:
+            self._stand(entry, Standing.IDLE)
+
+    def _stand(self, entry: Entry, standing: Standing) -> None:
+        if entry.standing is not standing:
+            entry.standing = standing
+            self._changed(entry)
+
+
+def check_budget(snapshot_bytes: int, ram: int, disk: int | None) -> list[str]:
+    """Warnings for budgets in which the tier cannot do its work; `snapshot_bytes` is what one snapshot of the model
+    takes before its first page, `disk` None without a disk tier."""
+    warnings = []
+    for tier, budget in ((Tier.RAM, ram), (Tier.DISK, disk)):
+        if budget is None:
+            continue
+        if budget < snapshot_bytes:
+            warnings.append(
+                f"the {tier} budget of {budget:,} bytes is smaller than one snapshot of this model "
+                f"({snapshot_bytes:,} bytes before its pages): nothing will be kept in {tier}"
+            )
+        elif budget < (NEWEST + 1) * snapshot_bytes:
+            warnings.append(
+                f"the {tier} budget of {budget:,} bytes holds fewer than {NEWEST + 1} snapshots of this model "
+                f"({snapshot_bytes:,} bytes each before pages): one conversation will not keep all it needs"
+            )
+    return warnings

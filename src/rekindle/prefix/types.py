@@ -1,0 +1,128 @@
+"""What the index answers with, and the entry it keeps per published prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+import numpy as np
+
+from rekindle.prompt import BoundaryKind
+from rekindle.snapshots.types import Snapshot
+
+
+class Tier(StrEnum):
+    """Where a snapshot rests."""
+
+    RAM = "ram"
+    DISK = "disk"
+
+
+class Standing(IntEnum):
+    """Whether an active conversation will need an entry next."""
+
+    IDLE = 0
+    FRESH = 1  # newest of a conversation that has not come back yet; a side call never does
+    RETURNING = 2  # newest of a conversation that has
+
+
+class Miss(StrEnum):
+    """Why not more of a prompt was restored."""
+
+    EMPTY = "empty"  # nothing is published
+    UNSEEN = "unseen"  # past the hit, the index has seen nothing like it
+    NO_BOUNDARY = "no_boundary"  # more was seen, but no snapshot lies between the hit and the departure
+    NO_LOGITS = "no_logits"  # a snapshot as long as the prompt has no logits to sample from
+    BAD_FILE = "bad_file"  # a longer snapshot on disk could not be used
+    EVICTED = "evicted"  # a longer snapshot was evicted while it was looked up
+
+
+class Node:
+    """A run of tokens in the tree of one tier; `entry` is what was published at its end."""
+
+    __slots__ = ("children", "depth", "edge", "entry", "parent")
+
+    def __init__(self, edge: np.ndarray, parent: Node | None, depth: int) -> None:
+        self.edge = edge  # int32, the tokens [depth - len(edge), depth)
+        self.parent = parent
+        self.depth = depth
+        self.children: dict[int, Node] = {}  # by the first token of their edge
+        self.entry: Entry | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One published prefix, in RAM, on disk or in both. Its fields belong to the cache and its lock."""
+
+    position: int
+    kind: BoundaryKind
+    conversation: str
+    own_bytes: int
+    has_logits: bool
+    has_drafter: bool
+    snapshot: Snapshot | None = None  # the RAM tier's
+    disk_id: str | None = None  # the disk tier's
+    ram_node: Node | None = None
+    disk_node: Node | None = None
+    pins: int = 0
+    saving: bool = False  # in the writer's hands
+    leaving: bool = False  # evicted from RAM, findable there until it is saved
+    gone: bool = False  # evicted from both tiers, or set aside
+    used: int = 0  # the cache's count of operations at its last use
+    hits: int = 0
+    standing: Standing = Standing.IDLE
+
+    def node(self, tier: Tier) -> Node | None:
+        return self.ram_node if tier is Tier.RAM else self.disk_node
+
+    @property
+    def tier(self) -> Tier | None:
+        """The fastest tier that holds it."""
+        if self.snapshot is not None:
+            return Tier.RAM
+        return Tier.DISK if self.disk_id is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A published prefix of the prompt, ready to be restored, and no victim of eviction until it is released."""
+
+    snapshot: Snapshot
+    position: int
+    tier: Tier
+    entry: Entry
+    release: Callable[[], None]  # once, when the state has been restored or is not wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What the index knows of a prompt."""
+
+    hit: Hit | None
+    departure: int  # where the prompt leaves everything the index has seen; a boundary is worth cutting there
+    ours: int | None  # the prompt's token there, None at its end
+    seen: int | None  # the token the index has there, None past the end of what it has seen
+    miss: Miss | None  # None when the hit is as long as the prompt
+
+    @property
+    def reason(self) -> str | None:
+        """Why not more was restored, in words."""
+        reached = self.hit.position if self.hit is not None else 0
+        match self.miss:
+            case None:
+                return None
+            case Miss.EMPTY:
+                return "nothing has been published yet"
+            case Miss.UNSEEN:
+                return f"the prompt is new from position {self.departure} on"
+            case Miss.NO_BOUNDARY:
+                return (
+                    f"the prompt was seen up to position {self.departure}, the last snapshot before lies at {reached}"
+                )
+            case Miss.NO_LOGITS:
+                return "the snapshot at the prompt's end has no logits"
+            case Miss.BAD_FILE:
+                return "a longer snapshot on disk could not be used and was set aside"
+            case Miss.EVICTED:
+                return "a longer snapshot was evicted while it was looked up"

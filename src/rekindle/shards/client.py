@@ -1,0 +1,199 @@
+"""A stage that lives elsewhere. The caller cannot tell, but for StageLost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+
+from rekindle.batch import Batch
+from rekindle.errors import BadFrame, StageLost
+from rekindle.shards import frames
+from rekindle.shards.frames import DTYPES, AnyBody, Frame, Limits
+from rekindle.shards.link import HeadKeys
+from rekindle.shards.parts import NOTHING_HELD, Held, export_parts, import_parts, pages_of
+from rekindle.shards.session import Deadlines, HeadSession, Pending
+from rekindle.shards.terms import Terms
+from rekindle.snapshots.types import Part
+from rekindle.spec import Span
+from rekindle.stages.types import PageCount, StageOutput
+
+T = TypeVar("T")
+Tensors = dict[str, torch.Tensor]
+
+
+class RemoteStage:
+    """The stage `name` of the shard at `endpoint`. Connects at once, or says why it cannot.
+
+    Calls may come from several threads; the shard runs them in the order in which they were made. Once the shard is
+    lost every call fails at once, until reconnect() finds it again, with every slot empty.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        name: str,
+        terms: Terms,
+        *,
+        keys: HeadKeys | None = None,
+        deadlines: Deadlines | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.name = name
+        self.terms = terms
+        self._keys = keys
+        self._deadlines = deadlines or Deadlines()
+        self._limits = limits or Limits()
+        self._held: dict[int, Held] = {}  # by slot
+        self._prepared: dict[int, Held] = {}  # by slot: what will be held after the commit
+        self._session = self._connect(replaces=b"")
+
+    def _connect(self, replaces: bytes) -> HeadSession:
+        return HeadSession(
+            self.endpoint, self.name, self.terms, self._keys, self._deadlines, self._limits, replaces=replaces
+        )
+
+    def reconnect(self) -> None:
+        """Shake hands anew. Slots opened before are gone."""
+        old = self._session
+        old.lose("the head connects anew")
+        old.close()
+        self._held.clear()
+        self._prepared.clear()
+        self._session = self._connect(replaces=old.id)
+
+    @property
+    def span(self) -> Span:
+        return self.terms.span
+
+    @property
+    def slots(self) -> int:
+        return self._session.welcome.slots
+
+    @property
+    def device(self) -> str:
+        return f"{self._session.welcome.device} at {self.endpoint}"
+
+    @property
+    def lost(self) -> str | None:
+        """Why the shard counts as lost, or None."""
+        return self._session.lost
+
+    # Running
+
+    def forward(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
+        return self.submit(batch, hidden).result()
+
+    def submit(self, batch: Batch, hidden: torch.Tensor | None) -> Pending[StageOutput]:
+        """A forward under way. `hidden` must not change before its result is there."""
+        tensors = {} if hidden is None else {"hidden": hidden}
+        rows, logit_rows = batch.rows, batch.logit_rows
+        return self._ask(
+            frames.export_batch(batch), tensors, lambda reply: self._import_output(reply, rows, logit_rows)
+        )
+
+    def _import_output(self, reply: Frame, rows: int, logit_rows: int) -> StageOutput:
+        frames.expect(reply.body, frames.Output)
+        dtypes = {"hidden": DTYPES[self.terms.hidden_dtype], "logits": torch.float32}
+        counts = {"hidden": rows, "logits": logit_rows}
+        for name, tensor in reply.tensors.items():
+            if name not in dtypes:
+                raise BadFrame(f"the output of a forward is hidden or logits, {self._who} sent {name!r}")
+            if tensor.ndim != 2 or tensor.shape[0] != counts[name] or tensor.dtype != dtypes[name]:
+                raise BadFrame(
+                    f"{name} from {self._who} is {list(tensor.shape)} {tensor.dtype}, "
+                    f"expected {counts[name]} rows of {dtypes[name]}"
+                )
+        hidden, logits = reply.tensors.get("hidden"), reply.tensors.get("logits")
+        return StageOutput(
+            frames.settle(hidden) if hidden is not None else None, frames.settle(logits) if logits is not None else None
+        )
+
+    # State
+
+    def open(self, slot: int) -> None:
+        self._forget(slot)
+        self._do(frames.Open(slot))
+
+    def close(self, slot: int) -> None:
+        self._forget(slot)
+        self._do(frames.Close(slot))
+
+    def rewind(self, slot: int, position: int) -> None:
+        self._do(frames.Rewind(slot, position))
+
+    def capture(self, slot: int) -> Sequence[Part]:
+        """Only pages that are new since the last capture or restore cross the link; the rest are the same objects."""
+        held = self._held.pop(slot, NOTHING_HELD)
+        parts, self._held[slot] = self._ask(
+            frames.Capture(slot, held.id), {}, lambda reply: _import_capture(reply, held)
+        ).result()
+        return parts
+
+    def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
+        self.prepare_restore(slot, position, parts)
+        self.commit_restore(slot)
+
+    def prepare_restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
+        """Send the parts of this span and have the shard check them; the slot stays as it is."""
+        own = [part for part in parts if part.layer in self.span]
+        exported = export_parts(own, {})
+        pending = self._ask(frames.Prepare(slot, position, exported.entries), exported.tensors, _import_done)
+        pending.result()
+        self._prepared[slot] = Held(pending.id, pages_of(own))
+
+    def commit_restore(self, slot: int) -> None:
+        self._held.pop(slot, None)
+        self._do(frames.Commit(slot))
+        self._held[slot] = self._prepared.pop(slot)
+
+    def abort_restore(self, slot: int) -> None:
+        self._prepared.pop(slot, None)
+        self._do(frames.Abort(slot))
+
+    def pages(self) -> PageCount:
+        return self._ask(frames.Pages(), {}, _import_pages).result()
+
+    def stop(self) -> None:
+        """Leave the shard, which closes our slots and stays for the next head."""
+        if self._session.lost is None:
+            with suppress(StageLost):  # gone already: that is what was wanted
+                self._session.ask(frames.Goodbye(), {}, _import_done, self._deadlines.goodbye).result()
+            self._session.lose("the head left")
+        self._session.close()
+
+    @property
+    def _who(self) -> str:
+        return f"shard {self.endpoint} span {self.span}"
+
+    def _forget(self, slot: int) -> None:
+        self._held.pop(slot, None)
+        self._prepared.pop(slot, None)
+
+    def _do(self, body: AnyBody) -> None:
+        self._ask(body, {}, _import_done).result()
+
+    def _ask(self, body: AnyBody, tensors: Tensors, read: Callable[[Frame], T]) -> Pending[T]:
+        return self._session.ask(body, tensors, read, self._deadlines.call)
+
+
+def _import_done(reply: Frame) -> None:
+    frames.expect(reply.body, frames.Done)
+
+
+def _import_pages(reply: Frame) -> PageCount:
+    body = reply.body
+    if not isinstance(body, frames.Counted):
+        raise BadFrame(f"asked for pages, got a frame of kind {type(body).__name__.lower()}")
+    return PageCount(body.free, body.used, body.total)
+
+
+def _import_capture(reply: Frame, held: Held) -> tuple[tuple[Part, ...], Held]:
+    body = reply.body
+    if not isinstance(body, frames.Captured):
+        raise BadFrame(f"asked for a capture, got a frame of kind {type(body).__name__.lower()}")
+    parts = import_parts(body.parts, reply.tensors, held.pages)
+    return parts, Held(reply.id, pages_of(parts))

@@ -1,0 +1,214 @@
+"""One stage inside a shard: the worker that runs a head's commands on it, in the order of their arrival."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import zmq
+
+from rekindle.errors import BadFrame, RekindleError, SnapshotMismatch
+from rekindle.shards import frames
+from rekindle.shards.frames import DTYPES, AnyBody, Frame, Header, Limits
+from rekindle.shards.link import REPLIES
+from rekindle.shards.parts import NOTHING_HELD, Held, check_parts, export_parts, import_parts, pages_of
+from rekindle.shards.terms import Terms
+from rekindle.shards.twophase import TwoPhaseRestore
+from rekindle.snapshots.types import Part
+from rekindle.stages.types import Stage
+
+log = logging.getLogger(__name__)
+
+_PATIENCE = 4.0  # seconds
+
+Send = Callable[[Sequence[bytes | memoryview]], None]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A restore that was checked and waits for its commit."""
+
+    id: int  # of the prepare frame
+    position: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One head and the stage it holds. The socket thread writes `heard` and `alive`, the worker all the rest."""
+
+    id: bytes
+    host: StageHost
+    heard: float = field(default_factory=time.monotonic)
+    alive: bool = True
+    slots: set[int] = field(default_factory=set)  # that the head touched and did not close
+    prepared: dict[int, Prepared] = field(default_factory=dict)  # by slot
+    held: dict[int, Held] = field(default_factory=dict)  # by slot
+
+
+class StageHost:
+    def __init__(self, name: str, stage: Stage, terms: Terms, send: Send, limits: Limits) -> None:
+        self.name = name
+        self.stage = stage
+        self.terms = terms
+        self.session: Session | None = None  # who holds the stage; belongs to the socket thread
+        self._limits = limits
+        self._send = send
+        self._line: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"shard stage {name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish what stands in line, then stop the stage; leave a stage alone that does not come back."""
+        if self._thread.ident is None:
+            self.stage.stop()
+            return
+        self._line.put(None)
+        self._thread.join(_PATIENCE)
+        if self._thread.is_alive():
+            log.warning("stage %r is still at work after %g s: left behind", self.name, _PATIENCE)
+
+    def put(self, session: Session, header: Header, parts: Sequence[zmq.Frame]) -> None:
+        self._line.put(lambda: self._answer(session, header, parts))
+
+    def put_end(self, session: Session, goodbye: int | None) -> None:
+        self._line.put(lambda: self._end(session, goodbye))
+
+    # The worker thread
+
+    def _work(self) -> None:
+        while (work := self._line.get()) is not None:
+            work()
+        self.stage.stop()
+
+    def _answer(self, session: Session, header: Header, parts: Sequence[zmq.Frame]) -> None:
+        if not session.alive:  # nobody waits for it any more
+            return
+        try:
+            tensors = frames.import_tensors(header, parts, self._limits)
+            body, results = self._run(session, header.id, header.body, tensors)
+            reply = frames.export_frame(Frame(header.id, body, results), self._limits)
+        except Exception as error:  # the head gets it, whatever it is
+            if not isinstance(error, RekindleError):
+                log.exception("stage %r failed", self.name)
+            reply = frames.export_frame(Frame(header.id, _failure(error)), self._limits)
+        self._send([session.id + REPLIES, *reply])
+
+    def _end(self, session: Session, goodbye: int | None) -> None:
+        """Close what the head left open, so that nothing leaks."""
+        for slot in sorted(session.slots):
+            try:
+                self.stage.close(slot)
+            except Exception:
+                log.exception("stage %r: slot %d could not be closed", self.name, slot)
+        session.slots.clear()
+        session.prepared.clear()
+        session.held.clear()
+        if goodbye is not None:
+            reply = frames.export_frame(Frame(goodbye, frames.Done()), self._limits)
+            self._send([session.id + REPLIES, *reply])
+
+    def _run(self, session: Session, frame_id: int, body: AnyBody, tensors: Tensors) -> tuple[AnyBody, Tensors]:
+        if isinstance(body, frames.Forward):
+            return self._forward(session, body, tensors)
+        if isinstance(body, frames.Prepare):
+            self._take_slot(session, body.slot)
+            self._prepare(session, frame_id, body, tensors)
+            return frames.Done(), {}
+        if tensors:
+            raise BadFrame(f"{type(body).__name__.lower()} takes no tensors, the frame brings {sorted(tensors)}")
+        if isinstance(body, frames.Pages):
+            count = self.stage.pages()
+            return frames.Counted(count.free, count.used, count.total), {}
+        if isinstance(body, frames.Capture):
+            self._take_slot(session, body.slot)
+            return self._capture(session, frame_id, body)
+        self._change_slot(session, body)
+        return frames.Done(), {}
+
+    def _forward(self, session: Session, body: frames.Forward, tensors: Tensors) -> tuple[AnyBody, Tensors]:
+        batch = frames.import_batch(body)
+        for segment in batch.segments:
+            self._take_slot(session, segment.slot)
+        hidden = self._import_hidden(batch.rows, tensors)
+        output = self.stage.forward(batch, hidden)
+        named = {"hidden": output.hidden, "logits": output.logits}
+        return frames.Output(), {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def _import_hidden(self, rows: int, tensors: Tensors) -> torch.Tensor | None:
+        wanted = {"hidden"} if self.terms.span.start else set()
+        if tensors.keys() != wanted:
+            raise BadFrame(f"a forward of {self.terms.span} takes {sorted(wanted)}, the frame brings {sorted(tensors)}")
+        if not wanted:
+            return None
+        hidden, dtype = tensors["hidden"], DTYPES[self.terms.hidden_dtype]
+        if hidden.ndim != 2 or hidden.shape[0] != rows or hidden.dtype != dtype:
+            raise BadFrame(f"hidden is {list(hidden.shape)} {hidden.dtype}, the batch has {rows} rows of {dtype}")
+        return frames.settle(hidden)
+
+    def _capture(self, session: Session, frame_id: int, body: frames.Capture) -> tuple[AnyBody, Tensors]:
+        held = session.held.get(body.slot, NOTHING_HELD)
+        parts = self.stage.capture(body.slot)
+        exported = export_parts(parts, held.pages if held.id == body.since else {})
+        session.held[body.slot] = Held(frame_id, pages_of(parts))
+        return frames.Captured(exported.entries), exported.tensors
+
+    def _prepare(self, session: Session, frame_id: int, body: frames.Prepare, tensors: Tensors) -> None:
+        parts = import_parts(body.parts, tensors, {})
+        check_parts(self.terms.span, body.position, parts)
+        if isinstance(self.stage, TwoPhaseRestore):
+            self.stage.prepare_restore(body.slot, body.position, parts)
+        session.prepared[body.slot] = Prepared(frame_id, body.position, parts)
+
+    def _change_slot(self, session: Session, body: AnyBody) -> None:
+        if isinstance(body, frames.Open):
+            self._take_slot(session, body.slot)
+            session.held.pop(body.slot, None)
+            self.stage.open(body.slot)
+        elif isinstance(body, frames.Close):
+            self._take_slot(session, body.slot)
+            session.held.pop(body.slot, None)
+            self._abort(session, body.slot)
+            self.stage.close(body.slot)
+            session.slots.discard(body.slot)
+        elif isinstance(body, frames.Rewind):
+            self._take_slot(session, body.slot)
+            self.stage.rewind(body.slot, body.position)
+        elif isinstance(body, frames.Commit):
+            self._commit(session, body.slot)
+        elif isinstance(body, frames.Abort):
+            self._abort(session, body.slot)
+        else:
+            raise BadFrame(f"a stage is not asked by a frame of kind {type(body).__name__.lower()}")
+
+    def _commit(self, session: Session, slot: int) -> None:
+        prepared = session.prepared.pop(slot, None)
+        if prepared is None:
+            raise SnapshotMismatch(f"slot {slot}: the head commits a restore, the shard has none prepared")
+        session.held.pop(slot, None)
+        if isinstance(self.stage, TwoPhaseRestore):
+            self.stage.commit_restore(slot)
+        else:
+            self.stage.restore(slot, prepared.position, prepared.parts)
+        session.held[slot] = Held(prepared.id, pages_of(prepared.parts))
+
+    def _abort(self, session: Session, slot: int) -> None:
+        if session.prepared.pop(slot, None) is not None and isinstance(self.stage, TwoPhaseRestore):
+            self.stage.abort_restore(slot)
+
+    def _take_slot(self, session: Session, slot: int) -> None:
+        if slot >= self.terms.slots:
+            raise BadFrame(f"the frame names slot {slot}, the stage has {self.terms.slots}")
+        session.slots.add(slot)
+
+
+def _failure(error: Exception) -> frames.Failed:
+    return frames.Failed(type(error).__name__[:64], str(error)[:4096])

@@ -1,0 +1,104 @@
+"""The few ways in which the disk tier touches files: whole or not at all, readable by their owner only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from rekindle.errors import BadSnapshotFile
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+MANY_THREADS = 16 << 20  # bytes from which one digest is worth several threads
+
+
+def raw(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a tensor in host memory; no copy if it is contiguous."""
+    view: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return view
+
+
+def digest(pieces: Sequence[Bytes]) -> str:
+    """The name of an object: the first 16 bytes of the blake3 of its content, in hex."""
+    total = sum(piece.nbytes for piece in pieces)
+    hasher = blake3(max_threads=blake3.AUTO if total >= MANY_THREADS else 1)
+    for piece in pieces:
+        hasher.update(piece.data)
+    return hasher.hexdigest(length=16)
+
+
+def make_folder(path: Path) -> None:
+    """A folder for its owner only; what already exists keeps its mode."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def write_whole(temporary: Path, target: Path, pieces: Sequence[Bytes]) -> int:
+    """Write `pieces` so that `target` is there whole or not at all, whatever moment the process dies at.
+
+    The rename itself is durable only after `sync_folder`, which the caller does once for many files.
+    """
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        try:
+            for piece in pieces:
+                _write_all(descriptor, piece.data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(temporary, target)
+    except OSError:
+        # The first error is the one to report; a leftover under a temporary name is collected at the next open.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    return sum(piece.nbytes for piece in pieces)
+
+
+def _write_all(descriptor: int, left: memoryview) -> None:
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside a folder survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_file(path: Path, nbytes: int) -> torch.Tensor:
+    """The file's bytes in memory of our own.
+
+    Not a mapping: a file that is cut short under a mapping kills the process, and one that is altered after its
+    digest was checked gives a wrong answer. Read by several threads, checking included, this is as fast as one plain
+    read.
+    """
+    data = np.empty(nbytes, dtype=np.uint8)  # numpy asks for huge pages, which halves the cost of first touch
+    try:
+        with path.open("rb", buffering=0) as file:
+            left = data.data
+            while left and (got := file.readinto(left)):
+                left = left[got:]
+    except OSError as error:
+        raise BadSnapshotFile(f"{path.name}: cannot be read: {error.strerror}") from error
+    if left:
+        raise BadSnapshotFile(f"{path.name}: ends {len(left)} bytes before the {nbytes} that the manifest says")
+    return torch.from_numpy(data)
+
+
+def check_size(path: Path, nbytes: int) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise BadSnapshotFile(f"{path.name}: cannot be read: {error.strerror}") from error
+    if found != nbytes:
+        raise BadSnapshotFile(f"{path.name}: the manifest says {nbytes} bytes, the file has {found}")

@@ -1,0 +1,53 @@
+"""The RAM tier: snapshots by reference, each sealed page counted once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from rekindle.snapshots.types import KvPart, Page, Snapshot
+
+
+class MemoryStore:
+    """Holds snapshots and knows their bytes. Not locked: the index that owns it is."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.bytes = 0
+        self._held: set[Snapshot] = set()
+        self._pages: Counter[Page] = Counter()  # how many held snapshots share a page
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, snapshot: Snapshot) -> bool:
+        return snapshot in self._held
+
+    @property
+    def over(self) -> bool:
+        return self.bytes > self.budget
+
+    def add(self, snapshot: Snapshot) -> None:
+        assert snapshot not in self._held, "a snapshot is held once"
+        self._held.add(snapshot)
+        self.bytes += snapshot.own_bytes
+        for page in _pages_of(snapshot):
+            self._pages[page] += 1
+            if self._pages[page] == 1:
+                self.bytes += page.nbytes
+
+    def remove(self, snapshot: Snapshot) -> None:
+        assert snapshot in self._held, "only what is held can be removed"
+        self._held.remove(snapshot)
+        self.bytes -= snapshot.own_bytes
+        for page in _pages_of(snapshot):
+            self._pages[page] -= 1
+            if self._pages[page] == 0:
+                del self._pages[page]
+                self.bytes -= page.nbytes
+
+
+def _pages_of(snapshot: Snapshot) -> Iterator[Page]:
+    for part in snapshot.parts:
+        if isinstance(part, KvPart):
+            yield from part.pages

@@ -1,0 +1,55 @@
+"""Lines that clients change on each call. They say nothing to the model and would end every shared prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class VolatileLine:
+    """Lines of messages with this role that begin like this (whatever the case) are removed."""
+
+    role: str
+    beginning: str
+    reason: str
+
+
+VOLATILE_LINES: tuple[VolatileLine, ...] = (
+    VolatileLine("system", "x-anthropic-billing-header:", "Claude Code writes a new value for each call"),
+)
+
+
+def normalise_messages(
+    messages: Sequence[Mapping[str, Any]], rules: Sequence[VolatileLine] = VOLATILE_LINES
+) -> list[dict[str, Any]]:
+    """The messages without volatile lines. A part or message that held nothing else goes too. `()` removes nothing."""
+    normalised = []
+    for message in messages:
+        beginnings = tuple(rule.beginning.lower() for rule in rules if rule.role == message.get("role"))
+        content = message.get("content")
+        kept = _without(content, beginnings) if beginnings else content
+        if kept != content and not kept:
+            continue
+        normalised.append(dict(message) if kept is content else {**message, "content": kept})
+    return normalised
+
+
+def _without(content: Any, beginnings: tuple[str, ...]) -> Any:
+    if isinstance(content, str):
+        lines = content.split("\n")
+        return "\n".join(line for line in lines if not line.lower().startswith(beginnings))
+    if isinstance(content, list):
+        return [part for part in (_part_without(part, beginnings) for part in content) if part is not None]
+    return content
+
+
+def _part_without(part: Any, beginnings: tuple[str, ...]) -> Any:
+    """None for a part of which nothing is left."""
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        return part
+    text = _without(part["text"], beginnings)
+    if text == part["text"]:
+        return part
+    return {**part, "text": text} if text else None

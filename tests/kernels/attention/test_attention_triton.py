@@ -1,0 +1,90 @@
+"""The Triton attention computes the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rekindle.kernels.attention import naive, triton
+from rekindle.spec import PAGE
+
+
+@pytest.fixture(autouse=True)
+def _small_device(monkeypatch):
+    """Splits for a device of a few multiprocessors: the interpreter pays for every program."""
+    monkeypatch.setattr(triton, "PROGRAMS", 12)
+
+
+def _case(make_ragged, segments, heads, kv_heads, dim, dtype=torch.float32):
+    """Segments as (position, length) over scattered pages; what nobody wrote is NaN."""
+    needs = [-(-(position + length) // PAGE) for position, length in segments]
+    pages = torch.randperm(sum(needs) + 2).tolist()
+    tables = [[pages.pop() for _ in range(need)] for need in needs]
+    kv = torch.full((sum(needs) + 2, 2, PAGE, kv_heads, dim), torch.nan, dtype=dtype)
+    for table, (position, length) in zip(tables, segments, strict=True):
+        n = position + length
+        k, v = torch.randn(n, kv_heads, dim).to(dtype), torch.randn(n, kv_heads, dim).to(dtype)
+        triton.store_kv(kv, k, v, make_ragged([(0, 0, n)], [table]))
+    rows = sum(length for _, length in segments)
+    both = torch.randn(rows, heads, 2 * dim).to(dtype)  # [q | gate] per head
+    ragged = make_ragged([(i, position, length) for i, (position, length) in enumerate(segments)], tables)
+    return both[..., :dim], both[..., dim:], kv, ragged
+
+
+CASES = [
+    [(0, 1)],
+    [(64, 1)],
+    [(400, 1)],
+    [(0, 65)],
+    [(63, 2), (0, 1), (130, 5)],
+    [(100, 70), (5, 1)],
+]
+
+
+@pytest.mark.parametrize("segments", CASES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
+def test_attention_agrees(make_ragged, segments, heads, kv_heads):
+    torch.manual_seed(len(segments) + heads)
+    q, gate, kv, ragged = _case(make_ragged, segments, heads, kv_heads, 16)
+    expected = naive.attend(q, kv, ragged, 0.25)
+    torch.testing.assert_close(triton.attend(q, kv, ragged, 0.25), expected, atol=1e-5, rtol=1e-4)
+    gated = triton.attend_gated(q, kv, ragged, 0.25, gate)
+    torch.testing.assert_close(gated, naive.sigmoid_gate(expected, gate), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("segments", [[(900, 1)], [(70, 12)], [(0, 70)]])
+def test_half_precision_tiles_agree(make_ragged, segments):
+    torch.manual_seed(7)
+    q, _, kv, ragged = _case(make_ragged, segments, 4, 1, 16, torch.float16)
+    expected = naive.attend(q, kv, ragged, 0.25)
+    torch.testing.assert_close(triton.attend(q, kv, ragged, 0.25), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_parts_over_any_pages_agree_and_merge_to_the_whole(make_ragged):
+    torch.manual_seed(8)
+    q, _, kv, ragged = _case(make_ragged, [(600, 3)], 4, 2, 16)
+    table, rows = ragged.tables[0], ragged.row_positions
+    parts = []
+    for chosen in (torch.tensor([0, 3, 7, 9]), torch.tensor([1, 2, 4, 5, 6, 8])):
+        got = triton.attend_partial(q, kv, table[chosen], chosen * PAGE, rows, 0.25)
+        expected = naive.attend_partial(q, kv, table[chosen], chosen * PAGE, rows, 0.25)
+        for x, y in zip(got, expected, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
+        parts.append(got)
+    merged = naive.merge_partials(*zip(*parts, strict=True))
+    torch.testing.assert_close(merged, naive.attend(q, kv, ragged, 0.25), atol=1e-5, rtol=1e-4)
+
+
+def test_a_part_no_row_may_see_has_no_weight(make_ragged):
+    torch.manual_seed(9)
+    q, _, kv, ragged = _case(make_ragged, [(100, 2)], 4, 2, 16)
+    out, lse = triton.attend_partial(q, kv, ragged.tables[0, 1:], torch.tensor([64]), torch.tensor([10, 101]), 0.25)
+    assert lse[0].eq(-torch.inf).all()
+    assert out[0].eq(0).all()
+    assert lse[1].isfinite().all()
+
+
+def test_gates_agree():
+    torch.manual_seed(10)
+    both, o = torch.randn(3, 5, 24), torch.randn(3, 5, 12)
+    torch.testing.assert_close(triton.sigmoid_gate(o, both[..., 12:]), naive.sigmoid_gate(o, both[..., 12:]))

@@ -1,0 +1,50 @@
+"""Kernels are tested on the CPU: Triton runs in its interpreter, which must be chosen before triton is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+import torch
+
+from rekindle.kernels.ragged import Ragged
+from rekindle.spec import PAGE
+
+
+def make_ragged(segments: Sequence[tuple[int, int, int]], tables: Sequence[Sequence[int]] | None = None) -> Ragged:
+    """Segments as (slot, position, length); pages 0, 1, … in order unless tables are given."""
+    slots, befores, lengths = (tuple(column) for column in zip(*segments, strict=True))
+    wide = max((before + length + PAGE - 1) // PAGE for before, length in zip(befores, lengths, strict=True))
+    if tables is None:
+        tables = [range(i * wide, (i + 1) * wide) for i in range(len(segments))]
+    padded = torch.full((len(segments), max(len(table) for table in tables)), 2**30, dtype=torch.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = torch.tensor(list(table))
+    sizes = torch.tensor(lengths)
+    return Ragged(
+        starts=torch.cat((torch.zeros(1), sizes.cumsum(0))).int(),
+        slots=torch.tensor(slots, dtype=torch.int32),
+        positions=torch.tensor(befores, dtype=torch.int32),
+        row_positions=torch.cat([torch.arange(b, b + n) for b, n in zip(befores, lengths, strict=True)]).int(),
+        row_segments=torch.arange(len(segments)).repeat_interleave(sizes).int(),
+        tables=padded,
+        lengths=lengths,
+        befores=befores,
+        slot_list=slots,
+    )
+
+
+@pytest.fixture(name="make_ragged")
+def _make_ragged() -> Callable[..., Ragged]:
+    return make_ragged
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """torch.empty holds NaN, so that an element nobody wrote is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,114 @@
+"""The Triton delta rule computes the definition: outputs and final states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rekindle.kernels.gated_delta import naive, triton
+from rekindle.kernels.norm import naive as norm
+from rekindle.spec import DeltaSpec
+
+TWICE, THRICE = DeltaSpec(2, 4, 16, 16, 4), DeltaSpec(1, 3, 16, 32, 4)
+
+
+def _inputs(rows, spec, dtype=torch.float32):
+    return (
+        torch.randn(rows, spec.conv_channels + 3).to(dtype)[:, : spec.conv_channels],
+        torch.randn(rows, spec.value_heads).to(dtype),
+        torch.randn(rows, spec.value_heads).to(dtype),
+        -torch.rand(spec.value_heads) - 0.1,
+        torch.randn(spec.value_heads),
+    )
+
+
+def _states(slots, spec):
+    return torch.randn(slots, spec.value_heads, spec.key_dim, spec.value_dim)
+
+
+def _error(got, expected):
+    return float((got.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("spec", [TWICE, THRICE])
+@pytest.mark.parametrize("lengths", [(1,), (2,), (63,), (64,), (65,), (130,), (1, 1, 1), (1, 70, 2, 1, 64)])
+def test_outputs_and_states_agree(make_ragged, spec, lengths):
+    torch.manual_seed(sum(lengths))
+    inputs = _inputs(sum(lengths), spec)
+    states = _states(len(lengths) + 2, spec)
+    expected_states = states.clone()
+    slots = torch.randperm(len(lengths) + 2).tolist()
+    ragged = make_ragged([(slots[i], 5, length) for i, length in enumerate(lengths)])
+    out = triton.gated_delta(*inputs, states, ragged, spec)
+    expected = naive.gated_delta(*inputs, expected_states, ragged, spec)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(states, expected_states, atol=1e-5, rtol=1e-4)
+
+
+def test_halves_of_operands_keep_the_state_near_the_definition(make_ragged):
+    torch.manual_seed(1)
+    inputs = _inputs(130, TWICE, torch.float16)
+    states = _states(1, TWICE)
+    expected_states = states.clone()
+    ragged = make_ragged([(0, 0, 130)])
+    out = triton.gated_delta(*inputs, states, ragged, TWICE)
+    wide = (x.float() for x in inputs)
+    expected = naive.gated_delta(*wide, expected_states, ragged, TWICE)
+    assert _error(out, expected) < 5e-4  # the outputs themselves are float16
+    assert _error(states, expected_states) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nearly_equal_keys_without_decay_stay_exact(make_ragged, dtype):
+    torch.manual_seed(2)
+    spec = DeltaSpec(1, 2, 16, 16, 4)
+    rows = 192
+    mixed = torch.randn(rows, spec.conv_channels)
+    mixed[:, 16:32] = 1 + 1e-3 * torch.randn(rows, 16)
+    mixed = mixed.to(dtype)
+    a, b = torch.zeros(rows, 2), torch.full((rows, 2), 4.595)  # β = 0.99
+    decay, dt_bias = torch.zeros(2), torch.zeros(2)  # g = 0
+    states = torch.zeros(1, 2, 16, 16)
+    expected_states = states.clone()
+    ragged = make_ragged([(0, 0, rows)])
+    out = triton.gated_delta(mixed, a, b, decay, dt_bias, states, ragged, spec)
+    expected = naive.gated_delta(mixed.float(), a, b, decay, dt_bias, expected_states, ragged, spec)
+    assert _error(out, expected) < 1e-3
+    assert _error(states, expected_states) < 1e-4
+
+
+def test_the_fused_norm_is_the_norm_of_the_step(make_ragged):
+    torch.manual_seed(3)
+    inputs = _inputs(3, TWICE)
+    states = _states(3, TWICE)
+    expected_states = states.clone()
+    z, weight = torch.randn(3, TWICE.inner), torch.randn(TWICE.value_dim)
+    ragged = make_ragged([(2, 5, 1), (0, 9, 1), (1, 0, 1)])
+    out = triton.gated_delta_norm(*inputs, states, ragged, TWICE, z, weight, 1e-6)
+    step = naive.gated_delta(*inputs, expected_states, ragged, TWICE)
+    torch.testing.assert_close(out, norm.gated_rms_norm(step, z, weight, 1e-6), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(states, expected_states, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [TWICE, THRICE])
+def test_replayed_rows_rebuild_the_state_bit_for_bit(make_ragged, spec):
+    torch.manual_seed(4)
+    inputs = _inputs(7, spec)
+    states = _states(2, spec)
+    before = states.clone()
+    expected_states = states.clone()
+    ragged = make_ragged([(1, 3, 5), (0, 0, 2)])
+    out, rows = triton.gated_delta_rows(*inputs, states, ragged, spec)
+    expected, expected_rows = naive.gated_delta_rows(*inputs, expected_states, ragged, spec)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    for got, wanted in zip(rows, expected_rows, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+    assert torch.equal(triton.replay_rows(before[1], *(x[:5] for x in rows), 5), states[1])
+    assert torch.equal(triton.replay_rows(before[0], *(x[5:] for x in rows), 2), states[0])
+    # and after some of the rows, as plain decode would have left it
+    one = before.clone()
+    mixed, a, b, decay, dt_bias = inputs
+    for t in range(2):
+        single = make_ragged([(1, 3 + t, 1)])
+        triton.gated_delta(mixed[t : t + 1], a[t : t + 1], b[t : t + 1], decay, dt_bias, one, single, spec)
+    assert torch.equal(triton.replay_rows(before[1], *(x[:5] for x in rows), 2), one[1])

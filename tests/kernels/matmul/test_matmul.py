@@ -1,0 +1,203 @@
+"""Every kernel that reads planes against the values the gguf package gives for the same bytes."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from rekindle.kernels import matmul
+from rekindle.kernels.matmul import naive
+from rekindle.kernels.matmul import triton as fast
+from rekindle.kernels.matmul.packing import FORMATS, join, pack
+from rekindle.kernels.matmul.types import Matrix, Packed
+
+TYPES = sorted(FORMATS)
+CPU = torch.device("cpu")
+
+
+def random_rows(type: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Valid stored rows: any bits for codes and integer scales, small positive and negative float16 where floats go."""
+    form = FORMATS[type]
+    random = np.random.default_rng(seed)
+    blocks = rows * columns // form.weights
+    raw = random.integers(0, 256, (blocks, form.nbytes), dtype=np.uint8)
+    at = {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q4_1": [0, 2], "Q5_1": [0, 2]}.get(type, [0])
+    for start in at:
+        size = random.uniform(0.002, 0.01, blocks) * random.choice([-1, 1], blocks)
+        raw[:, start : start + 2] = size.astype(np.float16)[:, None].view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+def made(type: str, rows: int, columns: int, seed: int = 0) -> tuple[Packed, Tensor]:
+    """A packed matrix and its values."""
+    raw = random_rows(type, rows, columns, seed)
+    values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type])
+    return pack(torch.from_numpy(raw), type, columns), torch.from_numpy(values)
+
+
+def error(out: Tensor, expected: Tensor) -> float:
+    assert out.isfinite().all(), "an element was not written"
+    return float((out.double() - expected.double()).norm() / expected.double().norm())
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_planes_hold_exactly_the_stored_weights(type: str) -> None:
+    packed, values = made(type, 5, 512)
+    torch.testing.assert_close(naive.packed_values(packed), values, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_planes_are_hardly_larger_than_the_file(type: str) -> None:
+    packed, _ = made(type, 4, 1024)
+    assert packed.nbytes <= 1.04 * random_rows(type, 4, 1024).nbytes
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_packing_by_slabs_changes_nothing(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = made(type, 7, 256)
+    monkeypatch.setattr("rekindle.kernels.matmul.packing.SLAB", 512)
+    for plane, expected in zip(made(type, 7, 256)[0].planes, whole.planes, strict=True):
+        assert torch.equal(plane, expected)
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_one_row_agrees_with_the_definition(type: str) -> None:
+    packed, values = made(type, 13, 768)
+    x = drawn(1, 768)
+    assert error(fast.multiply(x, packed), naive.multiply(x, values)) < 2e-6
+
+
+@pytest.mark.parametrize("config", [(4, 32, 1), (8, 16, 1), (2, 64, 2)])
+@pytest.mark.parametrize("type", ["Q4_K", "Q6_K"])
+def test_one_row_does_not_depend_on_the_tile(type: str, config: tuple[int, int, int]) -> None:
+    packed, values = made(type, 9, 1280)
+    x = drawn(1, 1280)
+    assert error(fast.multiply_row(x, packed, fast.RowConfig(*config)), naive.multiply(x, values)) < 2e-6
+
+
+def test_one_launch_serves_matrices_of_different_types() -> None:
+    made_ones = [made("Q4_K", 10, 512), made("Q6_K", 7, 512, 1), made("Q8_0", 3, 512, 2)]
+    dense = drawn(5, 512)
+    matrices = [Matrix((v.shape[0], 512), packed=p) for p, v in made_ones] + [matmul.dense_matrix(dense)]
+    x = drawn(1, 512)
+    outs = fast.multiply_row_by_all(x, [*matrices, matrices[0]])
+    for out, values in zip(outs, [*(v for _, v in made_ones), dense, made_ones[0][1]], strict=True):
+        assert error(out, naive.multiply(x, values)) < 2e-6
+
+
+@pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize("rows", [2, 17])
+def test_a_few_rows_agree_with_the_definition(type: str, rows: int) -> None:
+    packed, values = made(type, 70, 256)
+    x = drawn(rows, 256)
+    assert error(fast.few_rows(x, packed), naive.multiply(x, values)) < 2e-6
+
+
+@pytest.mark.parametrize("rows", [3, 16, 64, 100])
+def test_any_number_of_rows_agrees(rows: int) -> None:
+    packed, values = made("Q4_K", 33, 256)
+    x = drawn(rows, 256)
+    assert error(fast.few_rows(x, packed), naive.multiply(x, values)) < 2e-6
+
+
+def test_a_sum_cut_into_parts_is_the_same_sum_and_leaves_the_counters_at_zero() -> None:
+    packed, values = made("Q6_K", 70, 1280)
+    x, residual = drawn(5, 1280), drawn(5, 70)
+    config = fast.RowsConfig(out=32, blocks=4, split=4, warps=4, stages=2)
+    out = fast.few_rows(x, packed, residual=residual, config=config)
+    assert error(out, residual + naive.multiply(x, values)) < 2e-6
+    assert not fast.counters(CPU).any()
+    assert torch.equal(out, fast.few_rows(x, packed, residual=residual, config=config))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 130])
+def test_swiglu_agrees_with_the_definition(rows: int) -> None:
+    (gate, gate_values), (up, up_values) = made("Q4_K", 21, 256), made("Q4_K", 21, 256, 1)
+    x = drawn(rows, 256)
+    assert error(fast.swiglu(x, gate, up), naive.swiglu(x, gate_values, up_values)) < 2e-6
+
+
+def test_swiglu_takes_matrices_of_different_types() -> None:
+    (gate, gate_values), (up, up_values) = made("Q4_K", 21, 256), made("Q6_K", 21, 256, 1)
+    x = drawn(2, 256)
+    assert error(fast.swiglu(x, gate, up), naive.swiglu(x, gate_values, up_values)) < 2e-6
+
+
+@pytest.mark.parametrize("rows", [1, 2, 130])
+def test_the_residual_is_added(rows: int) -> None:
+    packed, values = made("Q4_K", 21, 256)
+    x, residual = drawn(rows, 256), drawn(rows, 21)
+    assert error(fast.multiply(x, packed, residual), residual + naive.multiply(x, values)) < 2e-6
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_expand_gives_the_values(type: str) -> None:
+    packed, values = made(type, 11, 768)
+    out = torch.full((11, 768), float("nan"))
+    torch.testing.assert_close(fast.expand(packed, out), values, rtol=1e-6, atol=1e-7)
+
+
+def test_a_matrix_larger_than_the_scratch_is_expanded_by_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, values = made("Q4_K", 23, 256)
+    monkeypatch.setattr(fast, "SCRATCH", 2000)
+    x, residual = drawn(4, 256), drawn(4, 23)
+    assert error(fast.many_rows(x, packed, residual), residual + naive.multiply(x, values)) < 2e-6
+
+
+def test_float16_rows_keep_their_type() -> None:
+    packed, values = made("Q4_K", 18, 256)
+    for rows in (1, 4):
+        x = drawn(rows, 256, dtype=torch.float16)
+        out = fast.multiply(x, packed)
+        assert out.dtype == torch.float16
+        assert error(out, naive.multiply(x, values)) < 2e-3
+
+
+def test_joined_matrices_are_one_below_the_other() -> None:
+    (first, first_values), (second, second_values) = made("Q6_K", 6, 256), made("Q6_K", 5, 256, 1)
+    x = drawn(1, 256)
+    both = torch.cat((first_values, second_values))
+    assert error(fast.multiply(x, join([first, second])), naive.multiply(x, both)) < 2e-6
+
+
+@pytest.mark.parametrize("type", [*TYPES, "Q3_K"])
+def test_on_the_cpu_a_matrix_is_expanded(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "SLAB", 600)
+    if type == "Q3_K":
+        raw = np.random.default_rng(0).integers(0, 60, (5, 110), dtype=np.uint8)
+    else:
+        raw = random_rows(type, 5, 256)
+    raw.flags.writeable = False
+    matrix = matmul.make_matrix(raw, type, (5, 256), CPU, torch.float32)
+    values = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type]))
+    assert torch.equal(matrix.values, values)
+    x = drawn(3, 256)
+    torch.testing.assert_close(matmul.multiply(x, matrix), x @ values.T)
+    torch.testing.assert_close(matmul.multiply_add(x, matrix, x[:, :5]), x[:, :5] + x @ values.T)
+    torch.testing.assert_close(matmul.multiply_all(x, [matrix, matrix])[1], x @ values.T)
+    torch.testing.assert_close(matmul.swiglu(x, matrix, matrix), silu(x @ values.T) * (x @ values.T))
+
+
+@pytest.mark.parametrize("type", ["F32", "F16", "BF16"])
+def test_plain_types_are_read_as_they_are(type: str) -> None:
+    stored = drawn(3, 40).to(matmul.PLAIN[type])
+    raw = stored.view(torch.uint8).numpy()
+    matrix = matmul.make_matrix(raw, type, (3, 40), CPU, torch.float32)
+    assert torch.equal(matrix.values, stored.float())
+
+
+def test_matrices_join_only_with_their_like() -> None:
+    first, second = drawn(2, 8), drawn(3, 8)
+    joined = matmul.join_matrices([matmul.dense_matrix(first), matmul.dense_matrix(second)])
+    assert joined is not None
+    assert torch.equal(joined.values, torch.cat((first, second)))
+    packed = Matrix((4, 256), packed=made("Q4_K", 4, 256)[0])
+    assert matmul.join_matrices([packed, Matrix((4, 256), packed=made("Q6_K", 4, 256)[0])]) is None

@@ -1,0 +1,95 @@
+"""Laws of sampling."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rekindle.kernels import sampling
+
+
+def _sample(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, uniform=0.5):
+    rows = logits.shape[0]
+    filled = [torch.full((rows,), x) for x in (temperature, top_k, top_p, min_p)]
+    uniforms = uniform if isinstance(uniform, torch.Tensor) else torch.full((rows,), uniform)
+    return sampling.sample(logits, *filled, uniforms)
+
+
+def _support(logits, **settings):
+    """Tokens that any uniform number can draw."""
+    uniforms = torch.linspace(0, 1 - 1e-6, 400)
+    return set(_sample(logits.expand(400, -1), uniform=uniforms, **settings).tolist())
+
+
+def test_zero_temperature_takes_the_lowest_of_the_highest():
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 1.0, 5.0, 5.0]])
+    assert _sample(logits, temperature=0.0).tolist() == [1, 0]
+
+
+def test_greedy_rows_stay_greedy_among_drawn_ones():
+    logits = torch.tensor([[0.0, 2.0, 2.0], [0.0, 2.0, 2.0]])
+    off = torch.zeros(2)
+    drawn = sampling.sample(
+        logits, torch.tensor([0.0, 1.0]), torch.zeros(2, dtype=torch.int64), torch.ones(2), off, torch.full((2,), 0.99)
+    )
+    assert drawn.tolist() == [1, 0]
+
+
+def test_draws_follow_the_distribution():
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    uniforms = (torch.arange(800) + 0.5) / 800
+    drawn = _sample(logits.expand(800, -1), uniform=uniforms)
+    assert torch.bincount(drawn).tolist() == [400, 200, 100, 100]
+
+
+@pytest.mark.parametrize("vocab", [4, 300, 64 * 16])  # also where runs of the vocabulary are searched side by side
+def test_each_filter_keeps_what_it_promises(vocab):
+    probabilities = torch.tensor([0.1, 0.5, 0.25, 0.15])
+    logits = torch.full((1, vocab), -100.0)
+    logits[0, :4] = probabilities.log()
+    assert _support(logits, top_k=2) == {1, 2}
+    assert _support(logits, top_p=0.6) == {1, 2}
+    assert _support(logits, top_p=0.49) == {1}
+    assert _support(logits, min_p=0.29) == {1, 2, 3}
+    assert _support(logits, top_k=3, top_p=0.5, min_p=0.4) == {1}
+    assert _support(logits, top_p=0.0) == {1}
+
+
+def test_a_draw_depends_on_its_own_row_alone():
+    torch.manual_seed(0)
+    logits, uniforms = torch.randn(5, 200), torch.rand(5)
+    settings = (
+        torch.tensor([0.7, 0.0, 1.0, 1.3, 0.9]),
+        torch.tensor([20, 5, 0, 3, 150]),
+        torch.rand(5),
+        torch.rand(5) / 9,
+    )
+    together = sampling.sample(logits, *settings, uniforms)
+    for i in range(5):
+        alone = sampling.sample(logits[i : i + 1], *(x[i : i + 1] for x in settings), uniforms[i : i + 1])
+        assert together[i] == alone[0]
+
+
+def test_penalties_count_what_they_say():
+    logits = torch.tensor([[2.0, -2.0, 2.0, 1.0]])
+    prompt = sampling.count_tokens([[0, 1]], 4, "cpu")
+    answer = sampling.count_tokens([[2, 2]], 4, "cpu")
+    one = torch.ones(1)
+    out = sampling.apply_penalties(logits, prompt, answer, 0.5 * one, 0.25 * one, 2 * one)
+    assert out.tolist() == [[1.0, -4.0, 1.0 - 0.5 - 0.5, 1.0]]
+    assert torch.equal(sampling.apply_penalties(logits, prompt, answer, 0 * one, 0 * one, one), logits)
+
+
+def test_bias_is_added_where_it_was_asked():
+    biased = sampling.add_bias(torch.zeros(2, 3), torch.tensor([1, 1]), torch.tensor([2, 0]), torch.tensor([4.0, -1.0]))
+    assert biased.tolist() == [[0.0, 0.0, 0.0], [-1.0, 0.0, 4.0]]
+
+
+def test_log_probabilities_are_those_of_the_softmax():
+    probabilities = torch.tensor([[0.1, 0.6, 0.3]])
+    result = sampling.log_softmax_at(probabilities.log() + 7.0, torch.tensor([2]), 2)
+    assert math.isclose(result.chosen[0], math.log(0.3), abs_tol=1e-5)
+    torch.testing.assert_close(result.top.exp(), torch.tensor([[0.6, 0.3]]))
+    assert result.top_tokens.tolist() == [[1, 2]]

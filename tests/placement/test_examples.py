@@ -1,0 +1,333 @@
+"""Figures that a reader can check by eye."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rekindle.errors import BadConfig, BadModelFile, DoesNotFit
+from rekindle.placement import (
+    Device,
+    Machine,
+    Plan,
+    Wishes,
+    alternatives,
+    known_shapes,
+    kv_token_bytes,
+    make_plan,
+    plan_as_json,
+    show_plan,
+    sizes_from_tensors,
+)
+from rekindle.placement.place import Placer
+from rekindle.placement.reserve import rewind_bytes, state_bytes, window_bytes
+from rekindle.placement.shapes import known_tensors
+from rekindle.placement.show import BAR, bar
+from rekindle.placement.table import cold_expert_table
+
+from .paper import GIB, KIB, MIB, cpu, dense, gpu, moe, one_gpu
+
+
+def plan_of(model: str, mix: str, budget: int, wishes: Wishes) -> Plan:
+    return make_plan(one_gpu(budget * GIB), *known_shapes(model, mix), wishes)
+
+
+@pytest.mark.parametrize(
+    ("model", "kv", "state", "window"),
+    [("35B-A3B", 20 * KIB, 60 * MIB, 2.8125), ("27B", 64 * KIB, 144 * MIB, 5.625)],
+)
+def test_state_and_kv_of_the_known_models(model: str, kv: int, state: int, window: float) -> None:
+    spec, _ = known_shapes(model, "Q4_K_M")
+    delta = len(spec.delta_layers())
+    assert kv_token_bytes(spec, "bf16") * len(spec.attention_layers()) == kv
+    assert state_bytes(spec, delta) == state
+    assert window_bytes(spec, delta) == window * MIB
+
+
+def test_q8_kv_of_the_known_models() -> None:
+    """10.6 KiB and 34 KiB a token."""
+    small, large = (known_shapes(name, "Q4_K_M")[0] for name in ("35B-A3B", "27B"))
+    assert kv_token_bytes(small, "q8") * 10 == 10_880
+    assert kv_token_bytes(large, "q8") * 16 == 34 * KIB
+
+
+def test_rewind_rows_are_cheaper_than_states_per_token() -> None:
+    """27B, 16 rows: k and δ of 48 heads · 128, g, and 10,240 convolution inputs; a state per row would be 2.25 GiB."""
+    spec, _ = known_shapes("27B", "Q4_K_M")
+    assert rewind_bytes(spec, 1, 16) == 16 * (10_240 + 48 * (128 + 128 + 1)) * 4
+    assert rewind_bytes(spec, 48, 16) < 16 * state_bytes(spec, 48) / 30
+
+
+def test_file_sizes_of_the_known_models() -> None:
+    """Known files: 27B Q4_K_M 16.5 GB, 35B-A3B Q4_K_M 21 GB, Q3_K_M 16 to 17 GB."""
+    for model, mix, size in (("27B", "Q4_K_M", 16.5), ("35B-A3B", "Q4_K_M", 21.2), ("35B-A3B", "Q3_K_M", 16.0)):
+        spec, _ = known_shapes(model, mix)
+        assert sum(nbytes for _, nbytes in known_tensors(spec, mix).values()) / 1e9 == pytest.approx(size, rel=0.01)
+
+
+def test_one_expert_of_the_35b() -> None:
+    """2 · 2048 · 512 values of Q4_K and as many again halved in Q4_K or Q6_K: 1.69 or 1.95 MiB."""
+    _, sizes = known_shapes("35B-A3B", "Q4_K_M")
+    values = 2048 * 512
+    assert {layer.expert for layer in sizes.layers} == {
+        3 * values * 144 // 256,
+        2 * values * 144 // 256 + values * 210 // 256,
+    }
+    assert sizes.experts == 10_240
+
+
+def test_131072_context_on_24_gib_has_no_cold_experts() -> None:
+    for mix in ("Q3_K_M", "Q4_K_M"):
+        assert plan_of("35B-A3B", mix, 24, Wishes(131_072)).cold == 0
+
+
+def test_kv_counts_only_the_attention_layers_of_a_stage() -> None:
+    spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
+    machine = Machine((gpu(16 * GIB, "a"), gpu(16 * GIB, "b")), 64 * GIB)
+    first, second = make_plan(machine, spec, sizes, Wishes(8192, split=(7, 33))).stages
+    assert first.page_bytes == 1 * 64 * 2 * KIB  # layer 3
+    assert second.page_bytes == 9 * 64 * 2 * KIB
+
+
+def test_state_is_reserved_per_slot() -> None:
+    spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
+    stage = make_plan(one_gpu(24 * GIB), spec, sizes, Wishes(8192, sequences=4, rewind_rows=16)).stage(0)
+    assert stage.bytes_of("recurrent state") == 4 * 60 * MIB
+    assert stage.bytes_of("conv windows") == 4 * 2.8125 * MIB
+    assert stage.bytes_of("rewind bases") == 4 * 62.8125 * MIB
+    assert stage.bytes_of("padding slot and page") == 62.8125 * MIB + 64 * 20 * KIB
+    assert stage.bytes_of("snapshots in flight") == 2 * (62.8125 * MIB + 64 * 20 * KIB)
+
+
+def test_a_stage_of_deltanet_layers_has_no_kv_and_no_pool_to_fill() -> None:
+    spec, sizes = moe()
+    machine = Machine((gpu(GIB, "a"), gpu(GIB, "b")), 8 * GIB)
+    first = make_plan(machine, spec, sizes, Wishes(131_072, split=(3, 5))).stage(0)
+    assert (first.page_bytes, first.bytes_of("KV pool"), first.pool_is_on) == (0, 0, False)
+
+
+def test_sizes_come_from_a_header() -> None:
+    spec, _ = known_shapes("35B-A3B", "Q4_K_M")
+    tensors = known_tensors(spec, "Q4_K_M")
+    sizes = sizes_from_tensors(spec, tensors | {"blk.40.nextn.eh_proj.weight": ((1, 4096), 8192)})
+    assert sizes.embedding + sizes.head + sizes.norms + sum(layer.total for layer in sizes.layers) == sum(
+        nbytes for _, nbytes in tensors.values()
+    )
+    assert sizes.widest == 248_320 * 2048
+
+
+def test_fused_expert_stacks_weigh_the_same() -> None:
+    spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
+    tensors: dict[str, Any] = {}
+    for name, (shape, size) in known_tensors(spec, "Q4_K_M").items():
+        if "ffn_gate_exps" in name:
+            tensors[name.replace("gate", "gate_up")] = ((256, 1024, 2048), 2 * size)
+        elif "ffn_up_exps" not in name:
+            tensors[name] = (shape, size)
+    assert sizes_from_tensors(spec, tensors).layers == sizes.layers
+
+
+def test_a_tied_model_loads_its_embedding_as_head() -> None:
+    spec, _ = known_shapes("27B", "Q4_K_M")
+    tensors = known_tensors(spec, "Q4_K_M")
+    del tensors["output.weight"]
+    with pytest.raises(BadModelFile, match=r"no tensor output\.weight"):
+        sizes_from_tensors(spec, tensors)
+    sizes = sizes_from_tensors(replace(spec, tied=True), tensors)
+    assert sizes.head == sizes.embedding
+
+
+def test_bad_headers_are_one_clear_error() -> None:
+    spec, _ = known_shapes("35B-A3B", "Q4_K_M")
+    tensors = known_tensors(spec, "Q4_K_M")
+    few = tensors | {"blk.0.ffn_up_exps.weight": ((128, 512, 2048), 128)}
+    with pytest.raises(BadModelFile, match=r"layer 0: ffn_up_exps\.weight holds 128 experts, the model has 256"):
+        sizes_from_tensors(spec, few)
+    odd = tensors | {"blk.0.ffn_up_exps.weight": ((256, 512, 2048), 257)}
+    with pytest.raises(BadModelFile, match="257 bytes, which 256 experts cannot share evenly"):
+        sizes_from_tensors(spec, odd)
+    missing = {name: tensor for name, tensor in tensors.items() if not name.startswith("blk.7.")}
+    with pytest.raises(BadModelFile, match="no tensors of layer 7, the model has 40 layers"):
+        sizes_from_tensors(spec, missing)
+    routed = {name: tensor for name, tensor in tensors.items() if "exps" not in name}
+    with pytest.raises(BadModelFile, match="layer 0 has no expert tensors, the model has 256"):
+        sizes_from_tensors(spec, routed)
+    with pytest.raises(BadModelFile, match="layer 'x', which is not a number"):
+        sizes_from_tensors(spec, tensors | {"blk.x.attn_q.weight": ((1,), 4)})
+    with pytest.raises(BadModelFile, match=r"no tensor token_embd\.weight"):
+        sizes_from_tensors(spec, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"context": 0}, "context is 0, it must lie between 1 and 1048576"),
+        ({"context": 1 << 21}, "context is 2097152"),
+        ({"sequences": 0}, "sequences is 0"),
+        ({"kv_type": "q4"}, "kv_type is 'q4', known types are bf16, f16, f32, q8"),
+        ({"kv_mode": "fast"}, "kv_mode is 'fast', known modes are exact, sparse"),
+        ({"pool": 0}, "pool is 0"),
+        ({"ring_share": 1.5}, "ring_share is 1.5"),
+        ({"ring_share": float("nan")}, "ring_share is nan"),
+        ({"rewind_rows": -1}, "rewind_rows is -1"),
+        ({"compute_bytes": 3}, "compute_bytes is 3, activations are 2 or 4 bytes wide"),
+        ({"chunk": 0}, "chunk is 0"),
+        ({"drafter_bytes": -1}, "drafter_bytes is -1"),
+    ],
+)
+def test_a_bad_wish_is_one_clear_error(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadConfig, match=sentence):
+        replace(Wishes(4096), **change)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Device("x", "tpu", GIB), "of kind 'tpu', known kinds are cuda, hip, cpu"),
+        (lambda: Device("x", "cuda", 0), "budget of 0 bytes"),
+        (lambda: Device("x", "cuda", GIB, float("inf")), "speed inf"),
+        (lambda: Device("x", "cuda", GIB, -1.0), "speed -1.0"),
+        (lambda: Device("x", "cpu", GIB), "its memory is host memory, but host is False"),
+        (lambda: Machine((), GIB), "has 0 devices"),
+        (lambda: Machine((gpu(GIB), gpu(GIB)), GIB), "two devices share a name: gpu, gpu"),
+        (lambda: Machine((gpu(GIB),), 0), "0 bytes of RAM"),
+        (lambda: known_shapes("7B", "Q4_K_M"), "model '7B' is not known, known are 27B, 35B-A3B"),
+        (lambda: known_shapes("27B", "Q1"), "mix 'Q1' is not known, known are Q3_K_M, Q4_K_M"),
+    ],
+)
+def test_a_bad_machine_or_shape_is_one_clear_error(make: Any, sentence: str) -> None:
+    with pytest.raises(BadConfig, match=sentence):
+        make()
+
+
+def test_wishes_that_contradict_the_model_are_one_clear_error() -> None:
+    spec, sizes = moe()
+    for wishes, sentence in (
+        (Wishes(4096, counts=[[1] * 16] * 7), "routing counts have 7 layers, the model has 8"),
+        (Wishes(4096, counts=[[1] * 15] * 8), "routing counts of layer 0 name 15 experts, the model has 16"),
+        (Wishes(4096, counts=[[-1.0] * 16] * 8), "finite numbers of at least 0"),
+        (Wishes(4096, counts=[[float("nan")] * 16] * 8), "finite numbers of at least 0"),
+        (Wishes(4096, pool=512), "a pool of 512 tokens is too small: 1 sequences and chunks of 512 tokens need"),
+    ):
+        with pytest.raises(BadConfig, match=sentence):
+            make_plan(one_gpu(GIB), spec, sizes, wishes)
+    with pytest.raises(BadConfig, match="sizes describe 8 layers, the model has 4"):
+        make_plan(one_gpu(GIB), moe(layers=4)[0], sizes, Wishes(4096))
+    odd = replace(spec, attention=replace(spec.attention, head_dim=24))
+    with pytest.raises(BadConfig, match="q8 KV packs 32 values, the model's heads have 24"):
+        make_plan(one_gpu(GIB), odd, sizes, Wishes(4096, kv_type="q8"))
+
+
+def test_what_does_not_fit_is_named_with_the_budget_that_would() -> None:
+    with pytest.raises(DoesNotFit, match=r"gpu has a budget of 8\.00 GiB, layers \[0, 64\) need at least 1\d") as error:
+        plan_of("27B", "Q4_K_M", 8, Wishes(8192))
+    assert "dense ffn 9.65 GiB" in str(error.value)
+
+
+def test_ram_too_small_for_the_context_names_one_that_fits() -> None:
+    spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
+    machine = one_gpu(20 * GIB, ram=8 * GIB)
+    with pytest.raises(DoesNotFit, match="this RAM is enough for a context of") as error:
+        make_plan(machine, spec, sizes, Wishes(1 << 20))
+    longest = int(str(error.value).rsplit(" ", 1)[1].replace(",", ""))
+    assert make_plan(machine, spec, sizes, Wishes(longest)).host_left >= 0
+    with pytest.raises(DoesNotFit):
+        make_plan(machine, spec, sizes, Wishes(longest + 64))
+
+
+def test_little_ram_limits_what_all_sequences_hold_together() -> None:
+    spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
+    plan = make_plan(one_gpu(20 * GIB, ram=16 * GIB), spec, sizes, Wishes(262_144, sequences=4))
+    assert 262_144 <= plan.live_pages * 64 < 4 * 262_144
+    assert any("not every sequence can reach 262,144 at once" in reason for reason in plan.reasons)
+
+
+def test_unified_memory_counts_against_ram() -> None:
+    spec, sizes = moe()
+    plan = make_plan(Machine((Device("apu", "hip", 600 * MIB, host=True),), GIB), spec, sizes, Wishes(4096))
+    assert any(item.name == "all of apu" and item.bytes == plan.stage(0).total for item in plan.host_items)
+
+
+def test_alternatives_say_what_they_change() -> None:
+    spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
+    names = [
+        other.name for other in alternatives(one_gpu(20 * GIB), spec, sizes, Wishes(131_072, sequences=4, ring_share=0))
+    ]
+    assert names == ["q8 KV", "2 sequences", "budget for all experts hot", "budget for full KV"]
+    assert alternatives(one_gpu(48 * GIB), spec, sizes, Wishes(131_072)) == ()
+
+
+def test_a_shorter_context_is_proposed_where_it_helps() -> None:
+    spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
+    first = alternatives(one_gpu(20 * GIB), spec, sizes, Wishes(131_072, ring_share=0))[0]
+    assert first.name == "context 8,192"
+    assert "more hot" in first.changes
+    dense_model = known_shapes("27B", "Q4_K_M")
+    assert alternatives(one_gpu(24 * GIB), *dense_model, Wishes(262_144))[0].name == "context 65,536"
+
+
+def test_the_budget_named_for_all_hot_keeps_all_hot() -> None:
+    spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
+    placer = Placer(one_gpu(16 * GIB), spec, sizes, Wishes(131_072))
+    (draft,) = placer.drafts()
+    budget = draft.budget_for(placer.target, sizes.expert_bytes)
+    assert Placer(one_gpu(budget), spec, sizes, placer.wishes).place().cold == 0
+    assert Placer(one_gpu(budget - 4 * MIB), spec, sizes, placer.wishes).place().cold > 0
+
+
+def test_alternatives_help_when_the_wish_does_not_fit() -> None:
+    spec, sizes = known_shapes("27B", "Q4_K_M")
+    (draft,) = Placer(one_gpu(24 * GIB), spec, sizes, Wishes(131_072, sequences=8)).drafts()
+    machine = one_gpu(draft.least_budget - MIB)
+    found = {other.name: other.changes for other in alternatives(machine, spec, sizes, Wishes(131_072, sequences=8))}
+    assert found["4 sequences"].startswith("fits: ")
+
+
+def test_a_plan_is_shown_whole() -> None:
+    plan = plan_of("35B-A3B", "Q4_K_M", 20, Wishes(131_072, sequences=2))
+    text = show_plan(plan)
+    for item in (*plan.stage(0).items, *plan.host_items):
+        assert item.name in text
+    for other in plan.alternatives:
+        assert other.changes in text
+    assert "or else" in text
+
+
+def test_the_bar_is_to_scale() -> None:
+    spec, sizes = dense()
+    stage = make_plan(Machine((cpu(2 * GIB),), 4 * GIB), spec, sizes, Wishes(4096)).stage(0)
+    picture = bar(stage)
+    assert len(picture) == BAR
+    assert picture.count("·") == pytest.approx(stage.left / stage.device.budget * BAR, abs=1)
+
+
+def test_a_plan_is_plain_json() -> None:
+    plan = plan_of("35B-A3B", "Q3_K_M", 16, Wishes(131_072))
+    told = json.loads(json.dumps(plan_as_json(plan)))
+    assert told == plan_as_json(plan)
+    assert told["stages"][0]["pool_pages"] == plan.stage(0).pool_pages
+    assert sum(item["bytes"] for item in told["stages"][0]["items"]) == told["stages"][0]["total"]
+    assert told["cold_experts"] == plan.cold
+
+
+def test_the_table_shows_what_the_rule_saves() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in cold_expert_table().splitlines()[2:]]
+    assert len(rows) == 2 * 3 * 8
+    at_131072 = next(row for row in rows if row[:3] == ["Q3_K_M", "24", "131,072"])
+    assert at_131072[3:5] == ["10.00 GiB", "2.50 GiB"]
+    assert at_131072[7] == "0"
+    for row in rows:
+        if row[6] != "does not fit":
+            assert int(row[7].replace(",", "")) <= int(row[6].replace(",", ""))
+
+
+def test_the_table_runs_as_a_module() -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "rekindle.placement.table"], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == cold_expert_table()

@@ -1,0 +1,281 @@
+"""What holds for every machine, model and wish."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from rekindle.errors import DoesNotFit
+from rekindle.placement import Device, Machine, Plan, Sizes, Wishes, make_plan, show_plan
+from rekindle.placement.place import Placer
+from rekindle.placement.reserve import margin, smallest_budget
+from rekindle.placement.types import pages_for
+from rekindle.spec import PAGE, ModelSpec
+
+from .paper import MIB, POOL_TARGET, budgets, cpu, gpu, models, moe, one_gpu, wishes_for
+
+laws = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@st.composite
+def machines(draw: st.DrawFn, layers: int) -> Machine:
+    count = draw(st.integers(1, min(3, layers)))
+    devices = tuple(draw(_device(f"device{i}")) for i in range(count))
+    return Machine(devices, draw(st.sampled_from([64 * MIB, 1 << 30, 1 << 34, 1 << 45])))
+
+
+@st.composite
+def _device(draw: st.DrawFn, name: str) -> Device:
+    make = draw(st.sampled_from([gpu, cpu]))
+    return make(draw(budgets), name, draw(st.floats(0.1, 10)))
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> tuple[Machine, ModelSpec, Sizes, Wishes]:
+    spec, sizes = draw(models())
+    return draw(machines(spec.layers)), spec, sizes, draw(wishes_for(spec))
+
+
+def plan_or_skip(machine: Machine, spec: ModelSpec, sizes: Sizes, wishes: Wishes) -> Plan:
+    try:
+        return Placer(machine, spec, sizes, wishes).place()
+    except DoesNotFit:
+        assume(False)
+        raise
+
+
+def hot_experts(plan: Plan) -> set[tuple[int, int]]:
+    return {
+        (layer, expert)
+        for stage in plan.stages
+        for layer, ids in zip(stage.span.layers, stage.hot, strict=True)
+        for expert in ids
+    }
+
+
+@laws
+@given(placements())
+def test_no_device_and_no_ram_is_ever_over_budget(placement: tuple[Machine, ModelSpec, Sizes, Wishes]) -> None:
+    plan = plan_or_skip(*placement)
+    for stage in plan.stages:
+        assert stage.total <= stage.device.budget
+        assert all(item.bytes > 0 for item in stage.items)
+    assert plan.host_total <= plan.machine.ram
+
+
+@laws
+@given(placements())
+def test_spans_tile_the_model(placement: tuple[Machine, ModelSpec, Sizes, Wishes]) -> None:
+    machine, spec, sizes, wishes = placement
+    spans = Placer(machine, spec, sizes, wishes).spans()
+    assert [layer for span in spans for layer in span.layers] == list(range(spec.layers))
+    assert all(len(span) for span in spans)
+    assert len(spans) == len(machine.devices)
+
+
+@laws
+@given(placements())
+def test_every_byte_of_the_model_lies_in_exactly_one_place(
+    placement: tuple[Machine, ModelSpec, Sizes, Wishes],
+) -> None:
+    machine, spec, sizes, wishes = placement
+    plan = plan_or_skip(machine, spec, sizes, wishes)
+    names = ("mixers", "dense ffn", "routers and shared experts", "hot experts", "final norm", "head")
+    on_devices = sum(stage.bytes_of(name) for stage in plan.stages for name in names)
+    host = {item.name: item.bytes for item in plan.host_items}
+    in_ram = host.get("cold experts", 0) + host["embedding rows (mapped)"]
+    whole = sizes.embedding + sizes.head + sizes.norms + sum(layer.total for layer in sizes.layers)
+    assert on_devices + in_ram == whole
+    assert plan.hot + plan.cold == sizes.experts
+
+
+@laws
+@given(placements())
+def test_the_pool_of_the_plan_is_what_was_reserved_for_it(
+    placement: tuple[Machine, ModelSpec, Sizes, Wishes],
+) -> None:
+    machine, spec, sizes, wishes = placement
+    plan = plan_or_skip(machine, spec, sizes, wishes)
+    kv = {"bf16": 1024, "f16": 1024, "f32": 2048, "q8": 544}[wishes.kv_type]  # one token in one attention layer
+    for stage in plan.stages:
+        assert stage.page_bytes == PAGE * kv * len(spec.attention_layers(stage.span))
+        assert stage.bytes_of("KV pool") == stage.pool_pages * stage.page_bytes
+        assert stage.pool_pages <= stage.full_pages == wishes.sequences * pages_for(wishes.context)
+
+
+@laws
+@given(placements())
+def test_the_pool_holds_open_pages_and_a_chunk(placement: tuple[Machine, ModelSpec, Sizes, Wishes]) -> None:
+    plan = plan_or_skip(*placement)
+    wishes = plan.wishes
+    running = wishes.sequences * (2 if wishes.rewind_rows else 1) + pages_for(wishes.chunk) + 1
+    for stage in plan.stages:
+        assert stage.pool_pages >= min(stage.full_pages, max(7, running))
+
+
+@laws
+@given(placements())
+def test_ring_slots_are_paid_for_and_never_outnumber_the_experts_without_a_place(
+    placement: tuple[Machine, ModelSpec, Sizes, Wishes],
+) -> None:
+    machine, spec, sizes, wishes = placement
+    plan = plan_or_skip(machine, spec, sizes, wishes)
+    for stage in plan.stages:
+        layers = [sizes.layers[i] for i in stage.span.layers]
+        ring = zip(stage.ring_slots, stage.hot, layers, strict=True)
+        for slots, hot, layer in ring:
+            without_place = layer.experts - len(hot) - slots
+            assert 0 <= slots <= min(without_place, int(wishes.ring_share * layer.experts))
+            assert slots == 0 or len(hot) >= spec.ffn.used
+        paid = sum(slots * layer.expert for slots, layer in zip(stage.ring_slots, layers, strict=True))
+        assert stage.bytes_of("spare ring") == paid
+
+
+@laws
+@given(placements())
+def test_one_sequence_can_reach_the_context_limit(placement: tuple[Machine, ModelSpec, Sizes, Wishes]) -> None:
+    plan = plan_or_skip(*placement)
+    assert pages_for(plan.wishes.context) <= plan.live_pages <= plan.wishes.full_pages
+    for stage in plan.stages:
+        assert stage.host_pages == max(0, plan.live_pages - stage.pool_pages)
+    evicted = sum(stage.host_pages * stage.page_bytes for stage in plan.stages)
+    assert sum(item.bytes for item in plan.host_items if item.name == "evicted KV pages") == evicted
+    if plan.live_pages < plan.wishes.full_pages:  # RAM is used up: one page more would not fit
+        page = sum(stage.page_bytes for stage in plan.stages if stage.pool_pages <= plan.live_pages)
+        assert plan.host_left < page
+
+
+@laws
+@given(st.data(), models(), budgets, st.integers(0, 200 * MIB) | st.integers(0, 100))
+def test_more_memory_never_makes_an_expert_cold_or_the_pool_smaller(
+    data: st.DataObject, model: tuple[ModelSpec, Sizes], budget: int, more: int
+) -> None:
+    spec, sizes = model
+    wishes = data.draw(wishes_for(spec))
+    small = plan_or_skip(one_gpu(budget), spec, sizes, wishes)
+    large = Placer(one_gpu(budget + more), spec, sizes, wishes).place()
+    assert hot_experts(small) <= hot_experts(large)
+    assert small.stage(0).pool_pages <= large.stage(0).pool_pages
+
+
+@laws
+@given(st.data(), models(), budgets, st.integers(0, 200 * MIB))
+def test_more_memory_on_a_split_never_makes_an_expert_cold_or_a_pool_smaller(
+    data: st.DataObject, model: tuple[ModelSpec, Sizes], budget: int, more: int
+) -> None:
+    spec, sizes = model
+    assume(spec.layers > 1)
+    wishes = replace(data.draw(wishes_for(spec)), split=(1.0, 1.0))
+    small = plan_or_skip(Machine((gpu(budget, "a"), gpu(budget, "b")), 1 << 50), spec, sizes, wishes)
+    large = Placer(Machine((gpu(budget + more, "a"), gpu(budget, "b")), 1 << 50), spec, sizes, wishes).place()
+    assert hot_experts(small) <= hot_experts(large)
+    assert all(a.pool_pages <= b.pool_pages for a, b in zip(small.stages, large.stages, strict=True))
+
+
+@laws
+@given(st.data(), models(), budgets, st.integers(0, 200 * MIB))
+def test_a_split_that_keeps_all_hot_still_does_with_more_memory(
+    data: st.DataObject, model: tuple[ModelSpec, Sizes], budget: int, more: int
+) -> None:
+    spec, sizes = model
+    assume(spec.layers > 1)
+    wishes = data.draw(wishes_for(spec, pools=False))
+    target = min(wishes.full_pages, POOL_TARGET // PAGE)
+    small = plan_or_skip(Machine((gpu(budget, "a", 3), gpu(budget, "b")), 1 << 50), spec, sizes, wishes)
+    assume(not small.cold and small.pool_pages >= target)
+    large = Placer(Machine((gpu(budget, "a", 3), gpu(budget + more, "b")), 1 << 50), spec, sizes, wishes).place()
+    assert large.cold == 0
+    assert large.pool_pages >= target
+
+
+@laws
+@given(st.data(), models(), budgets, st.integers(POOL_TARGET, 1 << 20), st.integers(POOL_TARGET, 1 << 20))
+def test_a_higher_context_limit_never_makes_an_expert_cold(
+    data: st.DataObject, model: tuple[ModelSpec, Sizes], budget: int, one: int, other: int
+) -> None:
+    """From the pool's own size on. Below it full KV is smaller than the pool, and experts get the difference."""
+    spec, sizes = model
+    wishes = data.draw(wishes_for(spec, context=min(one, other)))
+    assume(wishes.pool is None or wishes.pool <= wishes.context)
+    low = plan_or_skip(one_gpu(budget), spec, sizes, wishes)
+    high = Placer(one_gpu(budget), spec, sizes, replace(wishes, context=max(one, other))).place()
+    assert hot_experts(low) == hot_experts(high)
+    assert high.stage(0).pool_pages == low.stage(0).pool_pages or not low.cold
+
+
+@laws
+@given(st.data(), models(), budgets)
+def test_everything_fits_with_full_kv_exactly_when_the_pool_is_off(
+    data: st.DataObject, model: tuple[ModelSpec, Sizes], budget: int
+) -> None:
+    spec, sizes = model
+    wishes = data.draw(wishes_for(spec))
+    plan = plan_or_skip(one_gpu(budget), spec, sizes, wishes)
+    stage = plan.stage(0)
+    movable = sum(stage.bytes_of(name) for name in ("hot experts", "spare ring", "KV pool"))
+    fits = stage.total - movable + sizes.expert_bytes + stage.full_pages * stage.page_bytes <= budget
+    assert fits == (not plan.cold and not stage.pool_is_on) or stage.page_bytes == 0
+    if fits:
+        assert (plan.cold, stage.pool_pages) == (0, stage.full_pages)
+
+
+@laws
+@given(st.data(), models(), st.sampled_from([gpu, cpu]))
+def test_the_smallest_budget_that_the_error_names_is_the_smallest(
+    data: st.DataObject, model: tuple[ModelSpec, Sizes], make: object
+) -> None:
+    spec, sizes = model
+    wishes = data.draw(wishes_for(spec))
+    assert callable(make)
+    with pytest.raises(DoesNotFit) as refused:
+        make_plan(Machine((make(1),), 1 << 50), spec, sizes, wishes)
+    smallest = int(str(refused.value).split("(")[1].split(" bytes")[0])
+    plan = Placer(Machine((make(smallest),), 1 << 50), spec, sizes, wishes).place()
+    assert plan.stage(0).total <= smallest
+    assert plan.cold == 0 or make is gpu
+    with pytest.raises(DoesNotFit):
+        Placer(Machine((make(smallest - 1),), 1 << 50), spec, sizes, wishes).place()
+
+
+@laws
+@given(st.data(), models(), budgets)
+def test_the_smallest_ram_that_the_error_names_is_the_smallest(
+    data: st.DataObject, model: tuple[ModelSpec, Sizes], budget: int
+) -> None:
+    spec, sizes = model
+    wishes = data.draw(wishes_for(spec))
+    plan_or_skip(one_gpu(budget), spec, sizes, wishes)
+    with pytest.raises(DoesNotFit, match="RAM of") as refused:
+        Placer(one_gpu(budget, ram=1), spec, sizes, wishes).place()
+    smallest = int(str(refused.value).split("(")[1].split(" bytes")[0])
+    assert Placer(one_gpu(budget, ram=smallest), spec, sizes, wishes).place().host_left >= 0
+    with pytest.raises(DoesNotFit):
+        Placer(one_gpu(budget, ram=smallest - 1), spec, sizes, wishes).place()
+
+
+@laws
+@given(placements())
+def test_every_plan_can_be_shown(placement: tuple[Machine, ModelSpec, Sizes, Wishes]) -> None:
+    plan_or_skip(*placement)
+    plan = make_plan(*placement)
+    text = show_plan(plan)
+    assert all(stage.device.name in text for stage in plan.stages)
+    assert all(reason in text for reason in plan.reasons)
+    assert len(plan.reasons) >= len(plan.stages)
+
+
+def test_the_smallest_budget_leaves_what_is_needed_beside_its_margin() -> None:
+    for needed in (*range(1, 500), *range(16 << 30, (16 << 30) + 100)):
+        budget = smallest_budget(needed)
+        assert budget - margin(budget) >= needed
+        assert budget - 1 - margin(budget - 1) < needed
+
+
+def test_on_a_cpu_every_expert_is_hot() -> None:
+    spec, sizes = moe()
+    plan = make_plan(Machine((cpu(1 << 30),), 1 << 31), spec, sizes, Wishes(4096))
+    assert plan.cold == 0
+    assert plan.stage(0).bytes_of("hot experts") == sizes.expert_bytes

@@ -1,0 +1,121 @@
+"""The rule that KV is reserved for the pool when the context limit would push experts to RAM: its five cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rekindle.placement import Plan, Wishes, make_plan
+from rekindle.placement.place import POOL_TARGET, Placer
+from rekindle.spec import PAGE
+
+from .paper import GIB, MIB, moe, one_gpu
+
+# 8 layers, 2 of them attention: 2 KiB of KV per token, 256 MiB at 131,072; experts 8 · 16 · 2 MiB = 256 MiB.
+SPEC, SIZES = moe()
+WISHES = Wishes(context=131_072, ring_share=0)
+KV = 2 * 1024
+
+
+def plan_with(room: int, wishes: Wishes = WISHES) -> Plan:
+    """On a device that has `room` bytes for experts and KV."""
+    (draft,) = Placer(one_gpu(8 * GIB), SPEC, SIZES, wishes).drafts()
+    return make_plan(one_gpu(draft.budget_for(pages=0, experts=room)), SPEC, SIZES, wishes)
+
+
+def test_it_fits_fully_so_the_pool_is_off() -> None:
+    plan = plan_with(512 * MIB)
+    assert plan.cold == 0
+    assert plan.stage(0).pool_tokens == 131_072
+    assert not plan.pool_is_on
+    assert "the pool is off" in plan.reasons[0]
+    assert plan.alternatives == ()
+
+
+def test_the_pool_reduces_the_reservation_and_keeps_experts_hot() -> None:
+    plan = plan_with(512 * MIB - 64)
+    assert plan.cold == 0
+    assert plan.stage(0).pool_tokens == 131_072 - PAGE  # all that the experts leave
+    plan = plan_with(256 * MIB + 32 * MIB)
+    assert (plan.cold, plan.stage(0).pool_tokens) == (0, 16_384)
+    assert "pool of 16,384 tokens keeps 112 more experts hot; full KV would take 224.0 MiB more" in plan.reasons[0]
+
+
+def test_a_pool_as_large_as_the_context_reserves_the_context() -> None:
+    plan = plan_with(300 * MIB, replace(WISHES, context=32_768, pool=1 << 20))
+    assert plan.stage(0).bytes_of("KV pool") == 32_768 * KV
+    assert plan.cold == (256 - (300 - 64)) // 2
+    assert not plan.stage(0).pool_is_on
+
+
+def test_without_the_rule_full_kv_costs_experts() -> None:
+    """A pool of the context's own size is no pool: what the rule saves is the difference to it."""
+    without = plan_with(300 * MIB, replace(WISHES, pool=131_072))
+    assert without.stage(0).bytes_of("KV pool") == 256 * MIB
+    assert without.cold == 128 - 22  # 44 MiB are left for experts of 2 MiB
+    assert plan_with(300 * MIB).cold == 0
+
+
+def test_the_auto_size_knows_the_budget() -> None:
+    """Plenty of memory: every token the experts leave. Little: pages and experts share it, page by page."""
+    assert plan_with(256 * MIB + 100 * MIB).stage(0).pool_tokens == 100 * MIB // KV
+    little = plan_with(80 * MIB)
+    assert little.stage(0).pool_pages < POOL_TARGET
+    pool, experts = little.stage(0).bytes_of("KV pool"), little.stage(0).bytes_of("hot experts")
+    assert abs(pool - (experts - 8 * 2 * 2 * MIB)) <= 4 * MIB  # beyond the floor of two experts in each layer
+
+
+def test_the_plan_carries_the_one_pool_size() -> None:
+    plan = plan_with(256 * MIB + 32 * MIB)
+    stage = plan.stage(0)
+    assert stage.pool_pages == stage.bytes_of("KV pool") // stage.page_bytes == 256
+
+
+def test_an_explicit_pool_stays_as_asked_until_full_kv_fits() -> None:
+    asked = replace(WISHES, pool=8192)
+    assert plan_with(256 * MIB + 100 * MIB, asked).stage(0).pool_tokens == 8192
+    assert plan_with(512 * MIB, asked).stage(0).pool_tokens == 131_072
+
+
+def test_sparse_mode_caps_the_pool_for_speed() -> None:
+    plan = plan_with(256 * MIB + 100 * MIB, replace(WISHES, kv_mode="sparse"))
+    assert plan.stage(0).pool_tokens == 16_384
+
+
+def test_the_floor_of_used_experts_comes_first() -> None:
+    counts = [[100] * 16 if layer == 0 else [1] * 16 for layer in range(8)]
+    plan = plan_with(60 * MIB, replace(WISHES, counts=counts))
+    assert all(len(hot) >= 2 for hot in plan.stage(0).hot)
+    assert len(plan.stage(0).hot[0]) > 2
+    assert plan_with(34 * MIB, replace(WISHES, counts=counts)).hot == 16
+
+
+def test_hot_experts_are_the_most_used() -> None:
+    counts = [[(expert * 7 + layer) % 16 for expert in range(16)] for layer in range(8)]
+    plan = plan_with(200 * MIB, replace(WISHES, counts=counts))
+    assert plan.cold
+    for layer, hot in enumerate(plan.stage(0).hot):
+        cold = set(range(16)) - set(hot)
+        assert hot
+        assert min(counts[layer][e] for e in hot) >= max((counts[layer][e] for e in cold), default=0)
+
+
+def test_use_is_weighed_per_byte() -> None:
+    layers = tuple(replace(layer, expert=4 * MIB if i == 0 else 2 * MIB) for i, layer in enumerate(SIZES.layers))
+    sizes = replace(SIZES, layers=layers)
+    wishes = replace(WISHES, counts=[[10] * 16] * 8)
+    plan = make_plan(one_gpu(600 * MIB), SPEC, sizes, wishes)
+    assert plan.cold
+    assert len(plan.stage(0).hot[0]) < min(len(hot) for hot in plan.stage(0).hot[1:])
+
+
+def test_without_counts_experts_are_spread_evenly() -> None:
+    hot = plan_with(200 * MIB).stage(0).hot
+    assert max(map(len, hot)) - min(map(len, hot)) <= 1
+
+
+def test_the_ring_takes_its_share_only_while_experts_are_cold() -> None:
+    ringed = replace(WISHES, ring_share=0.25)
+    short = plan_with(200 * MIB, ringed).stage(0)
+    assert short.cold
+    assert set(short.ring_slots) <= {3, 4}
+    assert sum(plan_with(512 * MIB, ringed).stage(0).ring_slots) == 0

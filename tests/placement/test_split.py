@@ -1,0 +1,109 @@
+"""Layers to devices."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rekindle.errors import BadConfig
+from rekindle.placement import Machine, Wishes, make_plan, parse_split, split_layers
+from rekindle.spec import Span
+
+from .paper import GIB, MIB, cpu, dense, gpu, moe
+
+
+@given(st.integers(1, 100), st.lists(st.floats(1e-300, 1e308), min_size=1, max_size=8))
+def test_every_split_tiles_the_model(layers: int, weights: list[float]) -> None:
+    if len(weights) > layers:
+        with pytest.raises(BadConfig):
+            split_layers(layers, weights)
+        return
+    spans = split_layers(layers, weights)
+    assert len(spans) == len(weights)
+    assert [layer for span in spans for layer in span.layers] == list(range(layers))
+    assert all(len(span) >= 1 for span in spans)
+
+
+def test_worked_splits() -> None:
+    assert split_layers(40, (0.5, 0.5)) == (Span(0, 20), Span(20, 40))
+    assert split_layers(64, (0.08, 0.46, 0.46)) == (Span(0, 5), Span(5, 35), Span(35, 64))
+    assert split_layers(4, (1000, 1, 1)) == (Span(0, 2), Span(2, 3), Span(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("layers", "weights", "sentence"),
+    [
+        (2, (1, 1, 1), "3 devices cannot share 2 layers"),
+        (40, (), "at least 1 device, 0 were given for 40 layers"),
+        (40, (1, 0), "split weight 0 among 1,0 must be a finite number above 0"),
+        (40, (1, -2), "split weight -2 among 1,-2"),
+        (40, (1, float("nan")), "split weight nan among 1,nan"),
+        (40, (float("inf"), 1), "split weight inf among inf,1"),
+    ],
+)
+def test_a_bad_split_is_one_clear_error(layers: int, weights: tuple[float, ...], sentence: str) -> None:
+    with pytest.raises(BadConfig, match=sentence):
+        split_layers(layers, weights)
+
+
+def test_a_split_can_be_written_as_weights_counts_or_auto() -> None:
+    assert parse_split("0.5, 0.5", 2, 40) == (0.5, 0.5)
+    assert parse_split("12,28", 2, 40) == (12, 28)
+    assert parse_split(" Auto ", 2, 40) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "sentence"),
+    [
+        ("20,19", 2, "layer counts 20,19 sum to 39, the model has 40 layers"),
+        ("1,1", 2, r"sum to 2, the model has 40 layers \(weights are written with a point, such as 1.0,1.0\)"),
+        ("40,0", 2, "layer count 0 among 40,0 must be above 0"),
+        ("0.5,0.5", 3, "names 2 devices, the machine has 3"),
+        ("0.5,half", 2, "has the part 'half', which is neither a number nor 'auto'"),
+        ("", 1, "has the part ''"),
+        ("nan,1", 2, "split weight nan"),
+        ("auto", 41, "41 devices cannot share 40 layers"),
+    ],
+)
+def test_a_bad_split_text_is_one_clear_error(text: str, devices: int, sentence: str) -> None:
+    with pytest.raises(BadConfig, match=sentence):
+        parse_split(text, devices, 40)
+
+
+def test_layer_counts_and_weights_reach_the_plan() -> None:
+    spec, sizes = dense()
+    machine = Machine((gpu(GIB, "a"), gpu(GIB, "b")), 8 * GIB)
+    assert make_plan(machine, spec, sizes, Wishes(4096, split=(3, 5))).spans == (Span(0, 3), Span(3, 8))
+    assert make_plan(machine, spec, sizes, Wishes(4096, split=(1.0, 3.0))).spans == (Span(0, 2), Span(2, 8))
+    with pytest.raises(BadConfig, match="names 3 devices, the machine has 2"):
+        make_plan(machine, spec, sizes, Wishes(4096, split=(1.0, 1.0, 1.0)))
+
+
+def test_auto_follows_speed_where_memory_allows() -> None:
+    spec, sizes = moe()
+    machine = Machine((gpu(2 * GIB, "fast", 3.0), gpu(2 * GIB, "slow", 1.0)), 8 * GIB)
+    assert make_plan(machine, spec, sizes, Wishes(4096)).spans == (Span(0, 6), Span(6, 8))
+
+
+def test_auto_puts_memory_before_speed() -> None:
+    spec, sizes = moe()  # 32 MiB of experts and 4 MiB more per layer; a GPU runtime takes 256 MiB
+    machine = Machine((gpu(400 * MIB, "fast", 3.0), gpu(2 * GIB, "slow", 1.0)), 8 * GIB)
+    plan = make_plan(machine, spec, sizes, Wishes(4096))
+    assert plan.cold == 0
+    assert len(plan.stage(0).span) < 6
+
+
+def test_a_gpu_and_a_cpu_share_a_model() -> None:
+    spec, sizes = moe()
+    machine = Machine((gpu(400 * MIB, "gpu", 5.0), cpu(GIB, "cpu", 1.0)), 2 * GIB)
+    plan = make_plan(machine, spec, sizes, Wishes(4096))
+    assert plan.cold == 0
+    assert any(item.name == "all of cpu" and item.bytes == plan.stage(1).total for item in plan.host_items)
+
+
+def test_more_devices_than_layers_are_refused() -> None:
+    spec, sizes = dense(layers=2)
+    machine = Machine(tuple(gpu(GIB, str(i)) for i in range(3)), 8 * GIB)
+    with pytest.raises(BadConfig, match="3 devices cannot share 2 layers"):
+        make_plan(machine, spec, sizes, Wishes(4096))

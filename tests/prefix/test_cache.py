@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paper_snapshots import FINGERPRINT, PaperModel, same
+
+from rekindle.prefix import Miss, PrefixCache, Tier
+from rekindle.prompt import BoundaryKind
+from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.types import KvPart
+
+PLENTY = 1 << 30
+MESSAGE, SYSTEM, END = BoundaryKind.MESSAGE, BoundaryKind.SYSTEM, BoundaryKind.END
+
+
+def run(n: int, start: int = 0) -> list[int]:
+    return list(range(start, start + n))
+
+
+@pytest.fixture
+def model() -> PaperModel:
+    return PaperModel()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskStore]:
+    opened = DiskStore(tmp_path, FINGERPRINT, PLENTY)
+    yield opened
+    opened.close()
+
+
+def again(disk: DiskStore, ram: int = PLENTY) -> PrefixCache:
+    """A restart."""
+    return PrefixCache(ram, DiskStore(disk.folder.parent, FINGERPRINT, disk.budget))
+
+
+# Hits
+
+
+def test_the_longest_published_prefix_is_found_and_never_one_longer_than_the_prompt(model: PaperModel) -> None:
+    cache = PrefixCache(PLENTY)
+    for n in (50, 100, 200):
+        cache.publish(model.snapshot(run(n)), MESSAGE)
+    for length, expected in ((49, None), (50, 50), (99, 50), (100, 100), (199, 100), (200, 200), (999, 200)):
+        hit = cache.lookup(run(length)).hit
+        assert (hit.position if hit else None) == expected
+        if hit:
+            assert np.array_equal(hit.snapshot.tokens, run(expected or 0))
+            hit.release()
+
+
+def test_a_prompt_may_be_a_tuple(model: PaperModel) -> None:
+    cache = PrefixCache(PLENTY)
+    cache.publish(model.snapshot(run(50)), MESSAGE)
+    assert cache.known_length(tuple(run(60))) == 50
+
+
+def test_the_departure_and_its_tokens_are_reported(model: PaperModel) -> None:
+    cache = PrefixCache(PLENTY)
+    assert cache.lookup(run(10)).miss is Miss.EMPTY
+    cache.publish(model.snapshot(run(100)), MESSAGE)
+    cache.publish(model.snapshot(run(200)), END)
+    left = cache.lookup([*run(150), 7777])
+    assert (left.departure, left.ours, left.seen, left.miss) == (150, 7777, 150, Miss.NO_BOUNDARY)
+    beyond = cache.lookup(run(300))
+    assert (beyond.departure, beyond.ours, beyond.seen, beyond.miss) == (200, 200, None, Miss.UNSEEN)
+    inside = cache.lookup(run(150))
+    assert (inside.departure, inside.ours, inside.seen) == (150, None, 150)
+    full = cache.lookup(run(200))
+    assert (full.miss, full.reason) == (None, None)
+    other = cache.lookup([5, 6])
+    assert (other.departure, other.ours, other.seen, other.miss) == (0, 5, 0, Miss.UNSEEN)
+    assert other.reason
+
+
+def test_a_hit_as_long_as_the_prompt_needs_logits(model: PaperModel) -> None:
+    cache = PrefixCache(PLENTY)
+    cache.publish(model.snapshot(run(50)), MESSAGE)
+    cache.publish(model.snapshot(run(100), logits=False), MESSAGE)
+    found = cache.lookup(run(100))
+    assert found.hit is not None
+    assert (found.hit.position, found.miss) == (50, Miss.NO_LOGITS)
+    longer = cache.lookup(run(101)).hit
+    assert longer is not None
+    assert longer.position == 100
+    found.hit.release()
+    longer.release()
+    assert cache.wants(run(100), END)
+    cache.publish(model.snapshot(run(100)), END)
+    assert not cache.wants(run(100), END)
+    assert cache.lookup(run(100)).miss is None
+
+
+def test_publish_refuses_a_key_that_is_not_as_long_as_its_state(model: PaperModel) -> None:
+    snapshot = model.snapshot(run(100))
+    with pytest.raises(Exception, match="100"):
+        PrefixCache(PLENTY).publish(replace(snapshot, tokens=snapshot.tokens[:99]), MESSAGE)
+
+
+# Both tiers
+
+
+def test_a_restart_forgets_nothing(model: PaperModel, disk: DiskStore) -> None:
+    cache = PrefixCache(PLENTY, disk)
+    for n in (50, 100, 200):
+        cache.publish(model.snapshot(run(n)), MESSAGE)
+    cache.close()
+    fresh = again(disk)
+    for n in (200, 100, 50):
+        hit = fresh.lookup(run(n)).hit
+        assert hit is not None
+        assert (hit.position, hit.tier) == (n, Tier.DISK)
+        assert same(hit.snapshot, model.snapshot(run(n)))
+        hit.release()
+    second = fresh.lookup(run(200)).hit
+    assert second is not None
+    assert second.tier is Tier.RAM
+    stats = fresh.stats()
+    assert stats.hits == {"disk": 3, "ram": 1}
+    assert stats.restored == {"disk": 350, "ram": 200}
+    fresh.close()
+
+
+def test_ram_comes_before_disk_and_a_longer_disk_hit_before_ram(model: PaperModel, disk: DiskStore) -> None:
+    cache = PrefixCache(PLENTY, disk)
+    cache.publish(model.snapshot(run(50)), MESSAGE)
+    cache.publish(model.snapshot(run(100)), MESSAGE)
+    cache.close()
+    fresh = again(disk)
+    fresh.publish(model.snapshot(run(50)), MESSAGE)
+    tiers = [(hit.position, hit.tier) for hit in (fresh.lookup(run(n)).hit for n in (60, 120)) if hit]
+    assert tiers == [(50, Tier.RAM), (100, Tier.DISK)]
+    fresh.close()
+
+
+@pytest.mark.parametrize("which", ["own", "page", "manifest"])
+def test_a_bad_file_is_a_miss_and_the_next_longest_is_tried(
+    model: PaperModel, disk: DiskStore, which: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = PrefixCache(PLENTY, disk)
+    for n in (50, 100, 200):
+        cache.publish(model.snapshot(run(n)), MESSAGE)
+    cache.close()
+    fresh = again(disk, ram=0)
+    record = max(disk.records(), key=lambda record: record.position)
+    names = {"own": f"objects/{record.own}", "page": f"objects/{record.pages[-1]}"}
+    path = disk.folder / names.get(which, f"manifests/{record.id}.json")
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+    caplog.clear()
+    found = fresh.lookup(run(250))
+    assert found.hit is not None
+    assert (found.hit.position, found.miss) == (100, Miss.BAD_FILE)
+    assert same(found.hit.snapshot, model.snapshot(run(100)))
+    found.hit.release()
+    assert len(caplog.records) == 1
+    assert fresh.lookup(run(250)).miss is not Miss.BAD_FILE, "it is not tried again"
+    assert fresh.stats().bad_files == 1
+    fresh.publish(model.snapshot(run(200)), MESSAGE)
+    fresh.close()
+    last = again(disk)
+    assert last.known_length(run(250)) == 200
+    last.close()
+
+
+def test_a_ram_victim_drops_to_disk_and_is_still_found(model: PaperModel, disk: DiskStore) -> None:
+    one = model.snapshot(run(50)).own_bytes
+    cache = PrefixCache(2 * one, disk, queue=16)
+    for i in range(6):
+        cache.publish(model.snapshot(run(50, 100 * i)), MESSAGE)
+        cache.flush()
+    assert cache.stats().ram_bytes <= 2 * one
+    for i in range(6):
+        hit = cache.lookup(run(50, 100 * i)).hit
+        assert hit is not None
+        assert same(hit.snapshot, model.snapshot(run(50, 100 * i)))
+        hit.release()
+    assert set(cache.stats().evictions) == {"ram:to_disk"}
+    cache.close()
+
+
+def test_a_victim_on_its_way_to_disk_is_found_all_the_time(
+    model: PaperModel, disk: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, real = threading.Event(), disk.save
+
+    def slow(*args):  # type: ignore[no-untyped-def]
+        assert gate.wait(30)
+        return real(*args)
+
+    monkeypatch.setattr(disk, "save", slow)
+    cache = PrefixCache(0, disk)
+    cache.publish(model.snapshot(run(50)), MESSAGE)
+    assert cache.stats().ram_bytes == 0
+    waiting = cache.lookup(run(50)).hit
+    assert waiting is not None
+    assert waiting.tier is Tier.RAM
+    waiting.release()
+    gate.set()
+    cache.flush()
+    saved = cache.lookup(run(50)).hit
+    assert saved is not None
+    assert saved.tier is Tier.DISK
+    saved.release()
+    cache.close()
+
+
+def test_a_disk_that_refuses_leaves_ram_at_work(
+    model: PaperModel, disk: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("rekindle.snapshots.files.os.write", refuse)
+    cache = PrefixCache(PLENTY, disk)
+    cache.publish(model.snapshot(run(50)), MESSAGE)
+    cache.flush()
+    assert cache.lookup(run(50)).hit is not None
+    stats = cache.stats()
+    assert (stats.disk, stats.refused_saves) == ("troubled", {"disk": 1})
+    cache.close()
+
+
+def test_a_disk_budget_is_kept_and_what_is_left_loads(model: PaperModel, tmp_path: Path) -> None:
+    probe = DiskStore(tmp_path / "probe", FINGERPRINT, PLENTY)
+    size = probe.save(model.snapshot(run(50)), MESSAGE, "0" * 32).nbytes
+    probe.close()
+    budget = 3 * size + size // 2
+    cache = PrefixCache(0, DiskStore(tmp_path / "real", FINGERPRINT, budget), queue=16)
+    for i in range(10):
+        cache.publish(model.snapshot(run(50, 100 * i)), MESSAGE)
+        cache.flush()
+        assert cache.stats().disk_bytes <= budget
+    found = [i for i in range(10) if cache.known_length(run(50, 100 * i))]
+    assert found == [7, 8, 9]
+    cache.close()
+
+
+def test_a_read_only_second_cache_hits_and_does_not_save(model: PaperModel, disk: DiskStore) -> None:
+    cache = PrefixCache(PLENTY, disk)
+    cache.publish(model.snapshot(run(50)), MESSAGE)
+    cache.flush()
+    second = again(disk)  # flock is per open file, so one process can play both
+    assert second.stats().disk == "read-only"
+    assert second.lookup(run(50)).hit is not None
+    second.publish(model.snapshot(run(90)), MESSAGE)
+    second.close()
+    assert len(disk) == 1
+    cache.close()
+
+
+def test_what_an_audit_sets_aside_never_comes_back(model: PaperModel, disk: DiskStore) -> None:
+    cache = PrefixCache(PLENTY, disk)
+    entry = cache.publish(model.snapshot(run(50)), MESSAGE)
+    cache.set_aside(entry, "logits differ from a cold run")  # perhaps while it is being saved
+    cache.flush()
+    assert cache.lookup(run(50)).hit is None
+    cache.close()
+    fresh = again(disk)
+    assert fresh.lookup(run(50)).hit is None
+    fresh.close()
+
+
+def test_pages_are_counted_once_in_ram(model: PaperModel) -> None:
+    cache = PrefixCache(PLENTY)
+    snapshots = [model.snapshot(run(64 * n)) for n in (1, 2, 3)]
+    for snapshot in snapshots:
+        cache.publish(snapshot, MESSAGE)
+    pages = {p for s in snapshots for part in s.parts if isinstance(part, KvPart) for p in part.pages}
+    assert cache.stats().ram_bytes == sum(s.own_bytes for s in snapshots) + sum(p.nbytes for p in pages)
+
+
+def test_what_was_refused_is_saved_at_closing(model: PaperModel, disk: DiskStore) -> None:
+    cache = PrefixCache(PLENTY, disk, queue=1)
+    for i in range(8):
+        cache.publish(model.snapshot(run(50, 100 * i)), MESSAGE)
+    cache.close()
+    fresh = again(disk)
+    assert all(fresh.known_length(run(50, 100 * i)) == 50 for i in range(8))
+    fresh.close()
+
+
+def test_many_threads_publish_and_look_up(model: PaperModel, disk: DiskStore) -> None:
+    one = model.snapshot(run(50)).own_bytes
+    cache = PrefixCache(3 * one, disk)
+    faults: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            own = PaperModel()
+            for i in range(15):
+                start = 1000 * ((seed + i) % 5)
+                cache.publish(own.snapshot(run(40 + i, start)), MESSAGE)
+                hit = cache.lookup(run(60, start)).hit
+                if hit:
+                    assert same(hit.snapshot, own.snapshot(run(hit.position, start)))
+                    hit.release()
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    cache.close()
+    assert all(entry.pins == 0 for entry in cache.entries())

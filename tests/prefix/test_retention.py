@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import pytest
+from paper_snapshots import PaperModel
+
+from rekindle.prefix import PrefixCache, check_budget
+from rekindle.prefix.retention import FRESH_CONVERSATIONS, PATIENCE
+from rekindle.prefix.types import Entry
+from rekindle.prompt import BoundaryKind
+
+MESSAGE, SYSTEM, LATTICE = BoundaryKind.MESSAGE, BoundaryKind.SYSTEM, BoundaryKind.LATTICE
+MODEL = PaperModel(attention=())  # no pages: every snapshot of a length weighs the same
+ONE = MODEL.snapshot([0] * 20).own_bytes
+
+
+def cache_for(snapshots: int) -> PrefixCache:
+    return PrefixCache(snapshots * ONE + ONE // 2)
+
+
+class Desk:
+    """Publishes under short names: a name's tokens are those of its parent and its own."""
+
+    def __init__(self, room: int) -> None:
+        self.cache = cache_for(room)
+        self.tokens: dict[str, list[int]] = {"": []}
+
+    def publish(
+        self, name: str, under: str = "", kind: BoundaryKind = MESSAGE, conversation: str | None = None
+    ) -> Entry:
+        self.tokens[name] = [*self.tokens[under], *(hash((name, i)) % 10**6 for i in range(3))]
+        return self.cache.publish(MODEL.snapshot(self.tokens[name]), kind, conversation or name)
+
+    def use(self, name: str) -> None:
+        hit = self.cache.lookup(self.tokens[name]).hit
+        assert hit is not None, f"{name} is gone"
+        hit.release()
+
+    def there(self, *names: str) -> list[str]:
+        return [name for name in names if self.cache.known_length(self.tokens[name]) == len(self.tokens[name])]
+
+    def retire_all(self) -> None:
+        """Make every conversation so far an old one."""
+        for _ in range(PATIENCE + 1):
+            self.cache.lookup([10**7])
+
+
+def test_leaves_go_before_the_ancestor_they_share() -> None:
+    desk = Desk(room=3)
+    desk.publish("root")
+    for name in ("a", "b"):
+        desk.publish(name, "root")
+    desk.retire_all()
+    desk.publish("c", "root")
+    assert desk.there("root", "a", "b", "c") == ["root", "b", "c"]
+    desk.publish("d", "root")
+    assert desk.there("root", "b", "c", "d") == ["root", "c", "d"]
+
+
+def test_an_ancestor_that_becomes_a_leaf_is_as_old_as_its_last_use() -> None:
+    desk = Desk(room=3)
+    desk.publish("old")
+    desk.publish("old leaf", "old")
+    desk.publish("young")
+    desk.retire_all()
+    desk.use("young")
+    desk.retire_all()
+    desk.publish("x")
+    assert desk.there("old", "old leaf", "young", "x") == ["old", "young", "x"]
+    desk.publish("y")
+    assert desk.there("old", "young", "x", "y") == ["young", "x", "y"]
+
+
+def test_old_lattice_points_go_first() -> None:
+    desk = Desk(room=4)
+    desk.publish("lattice 1", kind=LATTICE)
+    desk.publish("lattice 2", "lattice 1", kind=LATTICE)
+    desk.publish("end", "lattice 2")
+    desk.publish("leaf")
+    desk.retire_all()
+    for name in ("lattice 2", "lattice 1"):
+        desk.use(name)
+    desk.retire_all()
+    desk.publish("new")
+    assert desk.there("lattice 1", "lattice 2", "end", "leaf", "new") == ["lattice 1", "end", "leaf", "new"]
+
+
+def test_a_conversation_in_use_advances_in_a_small_tier() -> None:
+    desk = Desk(room=4)
+    desk.publish("turn 0", conversation="main")
+    for turn in range(1, 30):
+        desk.use(f"turn {turn - 1}")
+        desk.publish(f"turn {turn}", f"turn {turn - 1}", conversation="main")
+    assert desk.there("turn 27", "turn 28", "turn 29") == ["turn 27", "turn 28", "turn 29"]
+
+
+def test_side_calls_evict_neither_the_conversation_nor_its_system_prompt() -> None:
+    desk = Desk(room=8)
+    desk.publish("system", kind=SYSTEM)
+    desk.publish("turn 0", "system", conversation="main")
+    desk.use("turn 0")
+    desk.publish("turn 1", "turn 0", conversation="main")
+    for i in range(50):  # titles and subagents, each with a system prompt of its own
+        desk.publish(f"side system {i}", kind=SYSTEM, conversation=f"side {i}")
+        desk.publish(f"side {i}", f"side system {i}", conversation=f"side {i}")
+    assert desk.there("system", "turn 0", "turn 1") == ["system", "turn 0", "turn 1"]
+
+
+def test_a_quiet_conversation_does_not_keep_new_ones_out_for_ever() -> None:
+    desk = Desk(room=2)
+    desk.publish("old 0", conversation="old")
+    desk.use("old 0")
+    desk.publish("old 1", "old 0", conversation="old")
+    desk.retire_all()
+    desk.publish("new 0")
+    desk.publish("new 1", "new 0", conversation="new 0")
+    assert desk.there("new 0", "new 1") == ["new 0", "new 1"]
+
+
+def test_without_a_name_a_snapshot_belongs_to_the_conversation_it_continues() -> None:
+    cache = cache_for(10)
+    first = cache.publish(MODEL.snapshot([1, 2]), MESSAGE)
+    second = cache.publish(MODEL.snapshot([1, 2, 3]), MESSAGE)
+    other = cache.publish(MODEL.snapshot([7]), MESSAGE)
+    assert first.conversation == second.conversation != other.conversation
+
+
+def test_what_is_pinned_is_never_the_victim() -> None:
+    desk = Desk(room=2)
+    pinned = desk.publish("pinned")
+    desk.publish("b")
+    with desk.cache.pin(pinned):
+        for i in range(FRESH_CONVERSATIONS + 5):
+            desk.publish(f"x{i}")
+        assert desk.there("pinned") == ["pinned"]
+    desk.retire_all()
+    desk.publish("y")
+    desk.publish("z")
+    desk.publish("w")
+    assert desk.there("pinned") == [], "once released it is as mortal as any"
+
+
+def test_all_pinned_means_over_budget_and_not_a_loop() -> None:
+    desk = Desk(room=1)
+    entries = [desk.publish(name) for name in ("a",)]
+    desk.cache.acquire(entries[0])
+    hit = desk.cache.lookup(desk.tokens["a"]).hit
+    assert hit is not None
+    desk.publish("b")
+    assert desk.there("a", "b") == ["a"], "the newcomer had to go"
+    hit.release()
+    desk.cache.release(entries[0])
+
+
+@pytest.mark.parametrize("shape", ["flat", "chain"])
+def test_the_cost_of_an_eviction_does_not_grow_with_the_number_of_snapshots(shape: str) -> None:
+    def worst(population: int) -> float:
+        cache = cache_for(population)
+        tokens: list[int] = []
+        for i in range(population):
+            tokens = [*tokens, i] if shape == "chain" else [i]
+            cache.publish(MODEL.snapshot(tokens[-1:] if shape == "flat" else tokens), MESSAGE)
+        before = cache._retention["ram"].steps  # type: ignore[index]
+        rounds = 200
+        for i in range(rounds):
+            cache.publish(MODEL.snapshot([10**6 + i]), MESSAGE)
+        assert sum(cache.stats().evictions.values()) > rounds / 2
+        return (cache._retention["ram"].steps - before) / rounds  # type: ignore[index]
+
+    small, large = worst(50), worst(700)
+    assert large <= small + 3, f"{small} steps an eviction among 50, {large} among 700"
+
+
+def test_a_budget_smaller_than_one_snapshot_is_said_at_the_start() -> None:
+    assert check_budget(100, 10_000, None) == []
+    assert check_budget(100, 10_000, 10_000) == []
+    [ram] = check_budget(100, 99, 10_000)
+    assert "ram" in ram
+    assert "smaller than one snapshot" in ram
+    [disk] = check_budget(100, 10_000, 300)
+    assert "disk" in disk

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from paper_snapshots import PaperModel
+
+from rekindle.snapshots.memory import MemoryStore
+from rekindle.snapshots.types import KvPart, Snapshot
+
+
+def bytes_of(snapshots: list[Snapshot]) -> int:
+    """The definition: own bytes, and every page that anyone holds once."""
+    pages = {page for s in snapshots for part in s.parts if isinstance(part, KvPart) for page in part.pages}
+    return sum(s.own_bytes for s in snapshots) + sum(page.nbytes for page in pages)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 200)), max_size=12), st.booleans())
+def test_each_page_is_counted_once_whatever_comes_and_goes(steps: list[tuple[bool, int]], share: bool) -> None:
+    model = PaperModel(share=share)
+    store, held = MemoryStore(budget=0), []
+    for add, n in steps:
+        if add or not held:
+            held.append(model.snapshot(list(range(n))))
+            store.add(held[-1])
+        else:
+            store.remove(held.pop(n % len(held)))
+        assert store.bytes == bytes_of(held)
+        assert len(store) == len(held)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+from paper_snapshots import FINGERPRINT, PaperModel, same
+
+from rekindle.errors import BadConfig, BadSnapshotFile
+from rekindle.prompt import BoundaryKind
+from rekindle.snapshots import tools
+from rekindle.snapshots.disk import DiskStore
+
+LENGTHS = (40, 100, 200)
+
+
+def tokens(n: int) -> list[int]:
+    return list(range(n))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A chain of three, and a branch that leaves it."""
+    folder = tmp_path / "cache"
+    store, model = DiskStore(folder, FINGERPRINT, 1 << 30), PaperModel()
+    for n in LENGTHS:
+        store.save(model.snapshot(tokens(n)), BoundaryKind.MESSAGE, "c1")
+    store.save(model.snapshot([*tokens(90), *range(900, 960)]))
+    store.close()
+    return folder
+
+
+def longest(directory: Path) -> str:
+    return max(tools.list_snapshots(directory), key=lambda info: info.position).id
+
+
+def test_list_and_show_name_every_snapshot(directory: Path) -> None:
+    infos = tools.list_snapshots(directory)
+    assert sorted(info.position for info in infos) == [40, 100, 150, 200]
+    shown = tools.show_snapshot(directory, longest(directory)[:12])
+    assert (shown["position"], shown["conversation"]) == (200, "c1")
+    with pytest.raises(BadConfig):
+        tools.show_snapshot(directory, "")
+
+
+def test_list_works_while_a_server_holds_the_lock(directory: Path) -> None:
+    server = DiskStore(directory, FINGERPRINT, 1 << 30)
+    assert len(tools.list_snapshots(directory)) == 4
+    with pytest.raises(BadConfig):
+        tools.prune_snapshots(directory, 0)
+    assert len(server) == 4
+    server.close()
+
+
+def test_verify_names_the_snapshots_that_a_flipped_bit_hurts(directory: Path) -> None:
+    assert all(finding.fault is None for finding in tools.verify_snapshots(directory))
+    listed = tools.show_snapshot(directory, longest(directory))
+    [*_, last] = listed["pages"]  # type: ignore[misc]
+    path = directory / FINGERPRINT[:16] / "objects" / str(last)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    faults = {finding.id for finding in tools.verify_snapshots(directory) if finding.fault}
+    assert faults == {longest(directory)}
+
+
+def test_prune_leaves_no_more_than_asked(directory: Path) -> None:
+    total = tools.prune_snapshots(directory, 1 << 30).left
+    pruned = tools.prune_snapshots(directory, total // 2)
+    assert pruned.left <= total // 2
+    assert pruned.freed == total - pruned.left
+    assert all(finding.fault is None for finding in tools.verify_snapshots(directory))
+    assert tools.prune_snapshots(directory, 0).left == 0
+
+
+def test_an_exported_chain_imports_elsewhere_bit_for_bit(directory: Path, tmp_path: Path) -> None:
+    exported = tools.export_chain(directory, longest(directory), tmp_path / "chain.tar")
+    assert len(exported) == 3, "the chain without the branch"
+    assert tools.import_chain(tmp_path / "other", tmp_path / "chain.tar") == exported
+    store = DiskStore(tmp_path / "other", FINGERPRINT, 1 << 30)
+    model = PaperModel()
+    for id, n in zip(exported, LENGTHS, strict=True):
+        assert same(store.load(id), model.snapshot(tokens(n)))
+    store.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "missing", "stranger", "garbage"])
+def test_a_bad_file_imports_nothing_at_all(directory: Path, tmp_path: Path, damage: str) -> None:
+    good, bad = tmp_path / "chain.tar", tmp_path / "bad.tar"
+    tools.export_chain(directory, longest(directory), good)
+    with tarfile.open(good) as source, tarfile.open(bad, "w") as target:
+        members = source.getmembers()
+        for member in members:
+            file = source.extractfile(member)
+            assert file is not None
+            data = bytearray(file.read())
+            if member is members[-1] and damage == "missing":
+                continue
+            if member is members[-1] and damage == "flip":
+                data[-1] ^= 1
+            target.addfile(member, io.BytesIO(data))
+        if damage == "stranger":
+            stranger = tarfile.TarInfo("../escape")
+            target.addfile(stranger, io.BytesIO(b""))
+    if damage == "garbage":
+        bad.write_bytes(b"no tar at all" * 100)
+    with pytest.raises(BadSnapshotFile):
+        tools.import_chain(tmp_path / "other", bad)
+    assert not (tmp_path / "other").exists()
+    assert not (tmp_path / "escape").exists()

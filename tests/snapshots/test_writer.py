@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paper_snapshots import FINGERPRINT, PaperModel, same
+
+from rekindle.prompt import BoundaryKind
+from rekindle.snapshots.disk import DiskStore, Record
+from rekindle.snapshots.types import Snapshot
+from rekindle.snapshots.writer import FIRST_PAUSE, DiskWriter, Save
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    opened = DiskStore(tmp_path, FINGERPRINT, 1 << 30)
+    yield opened
+    opened.close()
+
+
+def save_of(snapshot: Snapshot, done: list[Record | None]) -> Save:
+    return Save(snapshot, BoundaryKind.END, None, done.append)
+
+
+def snapshots(count: int) -> list[Snapshot]:
+    return [PaperModel().snapshot(list(range(70 + i))) for i in range(count)]
+
+
+def test_everything_offered_is_on_disk_after_a_flush(store: DiskStore) -> None:
+    writer = DiskWriter(store, capacity=8)
+    done: list[Record | None] = []
+    wanted = snapshots(5)
+    assert all(writer.offer(save_of(snapshot, done)) for snapshot in wanted)
+    writer.flush()
+    assert all(record and same(store.load(record.id), s) for record, s in zip(done, wanted, strict=True))
+    assert writer.saves == 5
+    writer.close()
+
+
+def test_a_full_queue_refuses_at_once_and_counts(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, started = threading.Event(), threading.Event()
+    real = store.save
+
+    def slow(*args: object) -> Record:
+        started.set()
+        assert gate.wait(30)
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "save", slow)
+    writer = DiskWriter(store, capacity=2)
+    done: list[Record | None] = []
+    first, *others = snapshots(4)
+    assert writer.offer(save_of(first, done))
+    assert started.wait(30)
+    assert [writer.offer(save_of(s, done)) for s in others] == [True, True, False]
+    assert writer.refused["queue"] == 1
+    gate.set()
+    writer.close()
+    assert len(done) == 3
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_refuses_is_said_once_and_tried_again_later(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    clock = Clock()
+    writer = DiskWriter(store, capacity=8, clock=clock)
+    done: list[Record | None] = []
+    a, b, c, d = snapshots(4)
+
+    def refuse(descriptor: int, data: memoryview) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with caplog.at_level(logging.INFO):
+        with monkeypatch.context() as patch:
+            patch.setattr("rekindle.snapshots.files.os.write", refuse)
+            assert writer.offer(save_of(a, done))
+            writer.flush()
+            assert writer.troubled
+            assert not writer.offer(save_of(b, done)), "no attempt before the pause is over"
+            clock.now += FIRST_PAUSE + 1
+            assert writer.offer(save_of(c, done))
+            writer.flush()
+        clock.now += 10 * FIRST_PAUSE
+        assert writer.offer(save_of(d, done))
+        writer.flush()
+    assert [record is not None for record in done] == [False, False, True]
+    assert writer.refused["disk"] == 3
+    assert not writer.troubled
+    warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "serving goes on from RAM" in warnings[0].message
+    writer.close()
+
+
+def test_what_does_not_fit_the_budget_is_counted_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DiskStore(tmp_path / "small", FINGERPRINT, 100)
+    writer = DiskWriter(store)
+    done: list[Record | None] = []
+    with caplog.at_level(logging.WARNING):
+        for snapshot in snapshots(3):
+            writer.offer(save_of(snapshot, done))
+            writer.flush()
+    assert done == [None] * 3
+    assert writer.refused["budget"] == 3
+    assert len(caplog.records) == 1
+    writer.close()
+    store.close()
+
+
+def test_a_fault_in_one_save_does_not_end_the_writer(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+    writer = DiskWriter(store)
+    done: list[Record | None] = []
+
+    def broken(record: Record | None) -> None:
+        raise ValueError("a fault of ours")
+
+    a, b = snapshots(2)
+    writer.offer(Save(a, BoundaryKind.END, None, broken))
+    writer.flush()
+    writer.offer(save_of(b, done))
+    writer.flush()
+    assert len(done) == 1
+    assert writer.refused["fault"] == 1
+    writer.close()
