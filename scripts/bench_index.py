@@ -36,9 +36,9 @@ def measure_index(population: int) -> dict[str, float]:
     """Conversations of 8 boundaries over PROMPT tokens under a shared beginning, until there are `population`."""
     random = np.random.default_rng(0)
     shared = random.integers(0, 100_000, PROMPT // 2).astype(np.int32)
-    one = small(np.zeros(PROMPT, dtype=np.int32)).own_bytes
-    cache = PrefixCache(population * one)
     edges = np.linspace(PROMPT // 2 + 1, PROMPT, 8).astype(int)
+    conversation = sum(small(np.zeros(edge, dtype=np.int32)).own_bytes for edge in edges)
+    cache = PrefixCache(population // 8 * conversation)  # full: every further snapshot costs an eviction
     prompt = shared
     for _ in range(population // 8):
         prompt = np.concatenate([shared, random.integers(0, 100_000, PROMPT // 2).astype(np.int32)])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+
+
+DRAWN = -1  # stands for the token that was drawn last for the slot and that the host has not seen yet
 
 
 class Wanted(StrEnum):
@@ -48,6 +52,13 @@ class Batch:
     @property
     def rows(self) -> int:
         return sum(len(segment) for segment in self.segments)
+
+    def row_starts(self) -> Iterator[tuple[int, Segment]]:
+        """Every segment with the row it begins at."""
+        row = 0
+        for segment in self.segments:
+            yield row, segment
+            row += len(segment)
 
     @property
     def logit_rows(self) -> int:

@@ -51,6 +51,15 @@ def test_matrices_have_the_spread_of_real_weights(shape: str, tmp_path: Path) ->
     assert types == {"Q4_K", "Q6_K"}
 
 
+def test_the_delicate_matrices_of_half_of_the_layers_get_six_bits(tmp_path: Path) -> None:
+    tensors = open_weights(write_synthetic(tmp_path / "s.gguf", "tiny")).tensors
+    six = {name for name, info in tensors.items() if info.type == "Q6_K"}
+    # layers 0, 3, 6 and 7 of 8, as llama.cpp chooses them; 3 and 7 are the attention layers
+    downs = {f"blk.{layer}.ffn_down.weight" for layer in (0, 3, 6, 7)}
+    mixers = {"blk.0.attn_qkv.weight", "blk.6.attn_qkv.weight", "blk.3.attn_v.weight", "blk.7.attn_v.weight"}
+    assert six == {"output.weight"} | downs | mixers
+
+
 def test_no_row_of_a_tensor_and_no_two_tensors_are_alike(tmp_path: Path) -> None:
     file = open_weights(write_synthetic(tmp_path / "s.gguf", "tiny"))
     rows = file.raw("token_embd.weight")

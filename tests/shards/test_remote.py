@@ -336,6 +336,21 @@ def test_nobody_listening_is_a_loss_inside_the_deadline(hall: Hall) -> None:
         RemoteStage(f"ipc://{hall.folder}/nobody", "paper", terms(FIRST), deadlines=replace(QUICK, connect=0.3))
 
 
+def test_a_frame_larger_than_the_shard_takes_is_a_loss_not_a_hang(hall: Hall) -> None:
+    server = paper_server(hall.address("ipc"), {"paper": first()}, limits=frames.Limits(1 << 16, 1 << 16))
+    server.start()
+    hall._servers.append(server)
+    remote = hall.connect(server, first())
+    remote.open(0)
+    local = first()
+    local.open(0)
+    run(local, 0, prompt(40 * PAGE))
+    with pytest.raises(StageLost, match="lost during prepare of slot 0: the connection broke"):
+        remote.restore(0, 40 * PAGE, local.capture(0))
+    remote.reconnect()
+    remote.open(0)
+
+
 # Leases
 
 

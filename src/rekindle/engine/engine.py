@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from rekindle.batch import Batch, Wanted
+from rekindle.batch import DRAWN, Batch, Segment
+from rekindle.engine.flight import Flight
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.sampler import draw, logprob_of
 from rekindle.engine.scheduler import Scheduler
@@ -37,8 +38,8 @@ from rekindle.prefix import Hit, PrefixCache, Tier
 from rekindle.prompt import Boundary, BoundaryKind
 from rekindle.snapshots.types import Snapshot
 from rekindle.spec import PAGE
-from rekindle.stages import Pipeline, StageOutput
-from rekindle.stages.types import PageCount
+from rekindle.stages import Pipeline
+from rekindle.stages.types import Ahead, PageCount
 
 log = logging.getLogger("rekindle.engine")
 
@@ -47,6 +48,7 @@ log = logging.getLogger("rekindle.engine")
 class EngineSettings:
     context: int  # tokens of prompt and answer together
     queue: int = 256  # requests that may wait for a slot
+    run_ahead: int = 0  # steps handed over before their token is known; 0 leaves it to the pipeline
     grid: int = 512  # prefill chunk; part of what makes two runs equal, so one number for the life of a cache
 
 
@@ -61,15 +63,6 @@ class EngineStatus:
     generated_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A batch on its way through the pipeline."""
-
-    batch: Batch
-    owners: tuple[Sequence, ...]
-    output: Future[StageOutput]
-
-
 class Engine:
     """Owns the live sequences. Everything below `_run` happens on one thread; `submit` and `cancel` may be called from any."""
 
@@ -77,7 +70,7 @@ class Engine:
         self.pipeline = pipeline
         self.prefixes = prefixes
         self.settings = settings
-        self._scheduler = Scheduler(settings.grid, pipeline.depth)
+        self._scheduler = Scheduler(settings.grid, pipeline.depth, settings.run_ahead or pipeline.run_ahead)
         self._publisher = Publisher(pipeline, prefixes, settings.grid)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Sequence] = deque()
@@ -152,6 +145,8 @@ class Engine:
             except Exception as error:
                 log.exception("the engine's step failed; ending the requests it held")
                 self._fail_everything(error)
+        while self._flights:
+            self._settle(self._flights.popleft())
         for sequence in [*self._running, *self._waiting]:
             self._finish(sequence, FinishReason.CANCELLED)
         self._publisher.drain()
@@ -159,7 +154,7 @@ class Engine:
     def _step(self) -> None:
         self._drop_cancelled()
         self._admit()
-        while len(self._flights) < self.pipeline.depth and self._launch():
+        while len(self._flights) < self._scheduler.in_flight and self._launch():
             pass
         if self._flights:
             self._settle(self._flights.popleft())
@@ -218,7 +213,7 @@ class Engine:
             self._running.append(sequence)
             self._scheduler.add(sequence)
             if sequence.phase is Phase.DECODE and sequence.logits is not None:
-                self._draw_and_emit([sequence], sequence.logits[None])
+                self._draw_first(sequence)
 
     def _twin_is_ahead(self, sequence: Sequence) -> bool:
         """Another prompt with the same beginning is being run right now: wait for its boundary and restore from it."""
@@ -331,9 +326,11 @@ class Engine:
                 self._set_aside_youngest()
                 return True
             return False
-        batch, owners = chosen
-        output = self.pipeline.forward(batch)
-        self._flights.append(Flight(batch, tuple(owners), output))
+        self._hand_over(*chosen)
+        return True
+
+    def _hand_over(self, batch: Batch, owners: list[Sequence]) -> None:
+        flight = Flight(batch, tuple(owners), self.pipeline.forward(batch, self._ahead_of(batch, owners)))
         for segment, sequence in zip(batch.segments, owners, strict=True):
             sequence.in_flight += 1
             how = "prefill" if sequence.phase is Phase.PREFILL else "decode"
@@ -341,7 +338,19 @@ class Engine:
             sequence.position = segment.end
             if how == "prefill" and segment.end in sequence.kinds:
                 self._publisher.capture(sequence, segment.end, sequence.kinds[segment.end])
-        return True
+        if flight.output.done() and flight.output.exception() is None:
+            flight.draw()  # the device goes on to draw while the host does other things
+        self._flights.append(flight)
+
+    def _ahead_of(self, batch: Batch, owners: list[Sequence]) -> Ahead | None:
+        """Where the rows whose token is not known yet find it: in what the last flight draws."""
+        rows = [row for row, segment in batch.row_starts() if segment.tokens == (DRAWN,)]
+        if not rows:
+            return None
+        last = self._flights[-1]
+        assert last.drawn is not None, "the step before has not drawn"
+        waiting = [owner for segment, owner in zip(batch.segments, owners, strict=True) if segment.tokens == (DRAWN,)]
+        return Ahead(last.drawn.tokens, tuple(rows), tuple(last.drawing.index(owner) for owner in waiting))
 
     def _set_aside_youngest(self) -> None:
         """Pages are short: the youngest sequence leaves its slot with all its state and comes back when there is room."""
@@ -362,57 +371,52 @@ class Engine:
     # Settling: what came back from the pipeline
 
     def _settle(self, flight: Flight) -> None:
-        try:
-            output = flight.output.result()
-        except Exception as error:
+        error = flight.output.exception()
+        if isinstance(error, Exception):
             self._fail(flight.owners, error)
             return
-        ready: list[Sequence] = []
-        rows: list[torch.Tensor] = []
-        start = 0
-        for segment, sequence in zip(flight.batch.segments, flight.owners, strict=True):
+        flight.draw()
+        for segment, sequence, rows in flight.results():
             sequence.in_flight -= 1
             sequence.settled = segment.end
-            count = _logit_rows(segment.wanted, len(segment))
-            mine = output.logits[start : start + count] if output.logits is not None and count else None
-            start += count
             if sequence.phase is Phase.PREFILL:
-                self._computed += len(segment)
-                if segment.wanted is Wanted.ALL and mine is not None:
-                    sequence.prompt_rows.append(mine)
-            if mine is None:
-                continue
-            if sequence.phase is Phase.PREFILL and segment.end in sequence.kinds:
-                self._publisher.give_logits(sequence, segment.end, mine[-1])
-            if segment.end >= sequence.prompt_length and sequence.phase is not Phase.ENDED and not sequence.cancelled:
-                ready.append(sequence)
-                rows.append(mine[-1])
-        if ready:
-            self._draw_and_emit(ready, torch.stack(rows))
+                self._settle_chunk(sequence, segment, rows)
+            if len(rows) and segment.end >= sequence.prompt_length:
+                sequence.logits = rows[-1]
+            if sequence.phase is Phase.ENDING and sequence.in_flight == 0:
+                self._let_go(sequence)
+        drawn = flight.drawn
+        if drawn is not None:
+            for sequence, token in zip(flight.drawing, drawn.on_host(), strict=True):
+                if sequence.phase is Phase.DECODE and not sequence.cancelled:
+                    self._take_token(sequence, token)
 
-    def _draw_and_emit(self, sequences: Sequential[Sequence], logits: torch.Tensor) -> None:
-        """One token for each, from one row of logits each."""
-        generating = [i for i, sequence in enumerate(sequences) if sequence.max_tokens > 0]
-        for i, sequence in enumerate(sequences):
-            self._enter_decode(sequence, logits[i])
-            if i not in generating:
-                self._finish(sequence, FinishReason.LENGTH)
-        if not generating:
+    def _settle_chunk(self, sequence: Sequence, segment: Segment, rows: torch.Tensor) -> None:
+        self._computed += len(segment)
+        if len(rows) and segment.end in sequence.kinds:
+            self._publisher.give_logits(sequence, segment.end, rows[-1])
+        if sequence.request.prompt_logprobs is not None:
+            sequence.prompt_rows.append(rows)
+        if segment.end < sequence.prompt_length:
             return
-        chosen = [sequences[i] for i in generating]
-        subset = logits if len(generating) == len(sequences) else logits[generating]
-        for sequence, row, token in zip(chosen, subset, draw(subset, chosen), strict=True):
-            self._take_token(sequence, row, token)
+        self._scheduler.remove(sequence)
+        sequence.phase = Phase.DECODE
+        sequence.logits = rows[-1]
+        if sequence.request.prompt_logprobs is not None:
+            self._emit(sequence, self._prompt_logprobs(sequence))
+        if sequence.max_tokens == 0:
+            self._finish(sequence, FinishReason.LENGTH)
 
-    def _enter_decode(self, sequence: Sequence, logits: torch.Tensor) -> None:
-        sequence.logits = logits
-        if sequence.phase is Phase.PREFILL:
-            self._scheduler.remove(sequence)
-            sequence.phase = Phase.DECODE
-            if sequence.request.prompt_logprobs is not None:
-                self._emit(sequence, self._prompt_logprobs(sequence))
+    def _draw_first(self, sequence: Sequence) -> None:
+        """The first token of a prompt that was restored whole: its logits were captured with it, nothing runs."""
+        assert sequence.logits is not None, "a hit as long as the prompt brings its logits"
+        if sequence.max_tokens == 0:
+            self._finish(sequence, FinishReason.LENGTH)
+        else:
+            token = draw(sequence.logits[None], [sequence], [sequence.position])
+            self._take_token(sequence, int(token))
 
-    def _take_token(self, sequence: Sequence, row: torch.Tensor, token: int) -> None:
+    def _take_token(self, sequence: Sequence, token: int) -> None:
         request = sequence.request
         if not sequence.first_token_at:
             sequence.first_token_at = time.monotonic()
@@ -422,7 +426,8 @@ class Engine:
             return
         sequence.tokens.append(token)
         top = sequence.sampling.logprobs
-        self._emit(sequence, Token(token, logprob_of(row, token, top) if top is not None else None))
+        row = sequence.logits
+        self._emit(sequence, Token(token, logprob_of(row, token, top) if top is not None and row is not None else None))
         if request.stop_when is not None and request.stop_when(token):
             self._finish(sequence, FinishReason.STOP)
         elif sequence.answer_length >= sequence.max_tokens:
@@ -441,31 +446,45 @@ class Engine:
     def _finish(self, sequence: Sequence, reason: FinishReason, stop_token: int | None = None) -> None:
         if sequence.phase is Phase.ENDED:
             return
-        was_running = sequence in self._running
-        if was_running and reason is not FinishReason.CANCELLED and sequence.logits is not None:
-            # The state behind the answer, with the logits that drew its last token: an append-only client goes on here.
-            self._publisher.capture(sequence, sequence.position, BoundaryKind.ANSWER)
-            self._publisher.give_logits(sequence, sequence.position, sequence.logits)
-        self._end(sequence)
+        if sequence.phase is Phase.ENDING:
+            return
+        completion_tokens = sequence.answer_length + (stop_token is not None)
+        if sequence.in_flight:
+            # A step was handed over ahead and consumes the last token, the stop token too: it is part of the state's key.
+            sequence.phase = Phase.ENDING
+            sequence.tokens += [stop_token] if stop_token is not None else []
+        elif sequence.phase is Phase.DECODE and reason is not FinishReason.CANCELLED:
+            self._let_go(sequence)
+        else:
+            self._end(sequence)
         self._emit(
             sequence,
             Finished(
                 reason=reason,
                 stop_token=stop_token,
                 prompt_tokens=sequence.prompt_length,
-                completion_tokens=sequence.answer_length + (stop_token is not None),
+                completion_tokens=completion_tokens,
                 cache=replace(sequence.cache, published=max(0, sequence.captured - sequence.cache.restored)),
                 timings=sequence.timings(time.monotonic()),
             ),
         )
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Capture the state behind the answer, where an append-only client goes on, and leave the slot."""
+        assert sequence.logits is not None, "a finished answer has the logits after its last token"
+        self._publisher.capture(sequence, sequence.position, BoundaryKind.ANSWER)
+        self._publisher.give_logits(sequence, sequence.position, sequence.logits)
+        self._end(sequence)
 
     def _fail(self, sequences: Sequential[Sequence], error: Exception) -> None:
         if not isinstance(error, RekindleError):
             log.error("a forward failed", exc_info=error)
         for sequence in sequences:
             if sequence.phase is not Phase.ENDED:
+                answered = sequence.phase is Phase.ENDING
                 self._end(sequence)
-                self._emit(sequence, Failed(error))
+                if not answered:
+                    self._emit(sequence, Failed(error))
 
     def _fail_everything(self, error: Exception) -> None:
         self._flights.clear()
@@ -506,10 +525,6 @@ def _common_length(a: Sequential[int], b: Sequential[int]) -> int:
     n = min(len(a), len(b))
     differs = np.nonzero(np.asarray(a[:n]) != np.asarray(b[:n]))[0]
     return int(differs[0]) if len(differs) else n
-
-
-def _logit_rows(wanted: Wanted, length: int) -> int:
-    return length if wanted is Wanted.ALL else int(wanted is Wanted.LAST)
 
 
 def _pages_in_flight(flight: Flight) -> int:

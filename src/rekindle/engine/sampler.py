@@ -32,15 +32,20 @@ def uniform(seed: int, position: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed % 2**64, counter=position)).random())
 
 
-def draw(logits: torch.Tensor, sequences: Sequence[Drawable]) -> list[int]:
-    """One token per row of `logits` [rows, vocab]."""
+def needs_history(s: Sampling) -> bool:
+    """Whether a draw depends on the tokens before it other than through the logits."""
+    return (s.repetition_penalty, s.frequency_penalty, s.presence_penalty) != (1.0, 0.0, 0.0)
+
+
+def draw(logits: torch.Tensor, sequences: Sequence[Drawable], positions: Sequence[int]) -> torch.Tensor:
+    """One token per row of `logits` [rows, vocab], for the given positions: int64 [rows] on the logits' device."""
     settings = [sequence.sampling for sequence in sequences]
     logits = _prepared(logits, sequences)
     if all(s.temperature == 0 for s in settings):
-        return [int(token) for token in logits.argmax(dim=-1).tolist()]
+        return logits.argmax(dim=-1)
     # Settings stay on the host: the sampler reads them there to choose a cheaper path.
-    uniforms = [uniform(q.sampling.seed, len(q.tokens)) for q in sequences]
-    drawn = sample(
+    uniforms = [uniform(s.seed, position) for s, position in zip(settings, positions, strict=True)]
+    return sample(
         logits,
         torch.tensor([s.temperature for s in settings]),
         torch.tensor([s.top_k for s in settings]),
@@ -48,7 +53,6 @@ def draw(logits: torch.Tensor, sequences: Sequence[Drawable]) -> list[int]:
         torch.tensor([s.min_p for s in settings]),
         torch.tensor(uniforms, dtype=torch.float64),
     )
-    return [int(token) for token in drawn.tolist()]
 
 
 def logprob_of(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
@@ -63,7 +67,7 @@ def _prepared(logits: torch.Tensor, sequences: Sequence[Drawable]) -> torch.Tens
     """Logits after penalties and bias; the given tensor itself where no row asks for any."""
     settings = [sequence.sampling for sequence in sequences]
     device, vocab = logits.device, logits.shape[-1]
-    if any((s.repetition_penalty, s.frequency_penalty, s.presence_penalty) != (1.0, 0.0, 0.0) for s in settings):
+    if any(needs_history(s) for s in settings):
         logits = apply_penalties(
             logits,
             count_tokens([q.tokens[: q.prompt_length] for q in sequences], vocab, device),

@@ -9,15 +9,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from rekindle.batch import Batch, Segment, Wanted
+from rekindle.batch import DRAWN, Batch, Segment, Wanted
 from rekindle.engine.sequence import Phase, Sequence
 
 
 class Scheduler:
-    def __init__(self, grid: int, depth: int) -> None:
+    def __init__(self, grid: int, depth: int, run_ahead: int) -> None:
         self.grid = grid
-        self.depth = depth
+        self.depth = depth  # batches that keep every stage busy
+        self.run_ahead = run_ahead  # steps handed over before their token is known
         self._prefilling: deque[Sequence] = deque()  # turns are taken in order, one chunk each
+
+    @property
+    def in_flight(self) -> int:
+        """Batches that may be on their way at once."""
+        return self.depth + self.run_ahead
 
     def add(self, sequence: Sequence) -> None:
         if sequence.phase is Phase.PREFILL:
@@ -58,17 +64,18 @@ class Scheduler:
         """With several stages, a share of the rows, so that the other stages get rows of the other sequences."""
         decoding = [s for s in decoding if not s.request.background] or decoding
         share = -(-len(decoding) // self.depth)
-        return [sequence for sequence in decoding if sequence.in_flight == 0][:share]
+        return [s for s in decoding if s.in_flight <= (self.run_ahead if s.may_run_ahead else 0)][:share]
 
     def _chunk_turns(self) -> list[Sequence]:
         """Who may run a chunk now, in turn; background work only where nobody else has any."""
-        ready = [s for s in self._prefilling if s.prompt_left and s.in_flight < self.depth and not s.cancelled]
+        ready = [s for s in self._prefilling if s.prompt_left and s.in_flight < self.in_flight and not s.cancelled]
         foreground = [s for s in ready if not s.request.background]
         return foreground or ready
 
 
 def _decode_row(sequence: Sequence) -> Segment:
-    return Segment(sequence.slot, sequence.position, (sequence.tokens[sequence.position],), Wanted.LAST)
+    known = sequence.position < len(sequence.tokens)
+    return Segment(sequence.slot, sequence.position, (sequence.tokens[sequence.position] if known else DRAWN,), Wanted.LAST)
 
 
 def _chunk(sequence: Sequence, end: int) -> Segment:

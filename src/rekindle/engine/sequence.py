@@ -10,6 +10,7 @@ from enum import StrEnum
 import torch
 
 from rekindle.engine.chunks import chunk_end
+from rekindle.engine.sampler import needs_history
 from rekindle.engine.types import CacheReport, Request, Sampling, Timings
 from rekindle.prefix import Lookup
 from rekindle.prompt import Boundary, BoundaryKind
@@ -21,6 +22,7 @@ class Phase(StrEnum):
     WAITING = "waiting"  # in line for a slot
     PREFILL = "prefill"  # prompt tokens left to run
     DECODE = "decode"  # one token at a time
+    ENDING = "ending"  # the answer is out, a step that was handed over ahead is not back yet
     ENDED = "ended"
 
 
@@ -76,6 +78,12 @@ class Sequence:
         if self.position < boundary.position <= self.prompt_length and boundary.position not in self.kinds:
             insort(self.cuts, boundary.position)
             self.kinds[boundary.position] = boundary.kind
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether its next step can be handed over before the last one's token is known, and will be wanted."""
+        left = self.max_tokens - self.answer_length - self.in_flight
+        return left > 0 and not needs_history(self.sampling)
 
     def next_chunk_end(self, grid: int) -> int:
         return chunk_end(self.position, self.prompt_length, grid, self.cuts)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from rekindle.batch import Batch
 from rekindle.kernels.matmul import Matrix, multiply
 from rekindle.kernels.norm import rms_norm
 from rekindle.kernels.ragged import Ragged
@@ -49,12 +48,12 @@ class ModelSpan:
     def is_last(self) -> bool:
         return self.head is not None
 
-    def enter(self, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor:
+    def enter(self, tokens: Sequence[int], hidden: torch.Tensor | None) -> torch.Tensor:
         """[rows, hidden]: the embedded tokens, or what the stage before sent."""
         if self.embedding is None:
             assert hidden is not None, f"stage {self.span} is not the first and got no activations"
             return hidden.to(self.device, self.dtype)
-        return self.embedding.rows([token for segment in batch.segments for token in segment.tokens])
+        return self.embedding.rows(tokens)
 
     def run(self, x: torch.Tensor, rows: Ragged, states: Mapping[int, LayerState]) -> torch.Tensor:
         y: torch.Tensor | None = None

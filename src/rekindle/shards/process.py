@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,6 +59,8 @@ class ShardProcess:
 
     def __init__(self, command: list[str], on_exit: Callable[[int], None] | None = None) -> None:
         assert command, "a shard is started by a command"
+        if shutil.which(command[0]) is None:
+            raise BadConfig(f"shard command {command[0]!r} is not a program that can be run here")
         self.command = command
         self.endpoint = ""
         self._on_exit = on_exit

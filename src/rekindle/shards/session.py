@@ -119,7 +119,7 @@ class HeadSession:
             head_socket(context, endpoint, keys, self.id + letter, limits) for letter in (REQUESTS, REPLIES, PULSE)
         ]
         self._requests, self._replies, self._pulse = sockets
-        self._monitor = self._pulse.get_monitor_socket(_WATCHED)
+        self._monitors = [socket.get_monitor_socket(_WATCHED) for socket in sockets]
         try:
             for socket in sockets:
                 socket.connect(endpoint)
@@ -137,9 +137,8 @@ class HeadSession:
             self.welcome = self._shake_hands(hello, until)
             self._first_pulse(until)
         except BaseException:
-            self._close_pulse()
-            self._requests.close()
-            self._replies.close()
+            for socket in sockets:
+                _close(socket)
             raise
         self._replies.setsockopt(zmq.RCVTIMEO, int(_SLICE * 1000))
         self._beat = threading.Thread(target=self._keep_beating, name=f"pulse of {endpoint}", daemon=True)
@@ -165,26 +164,34 @@ class HeadSession:
         body = self._await(self._pulse, until, "ping")
         if not isinstance(body, frames.Pong):
             raise LinkRefused(f"{self.who}: sent a ping, got {describe(body)}")
-        while self._monitor.poll(0):
-            self._monitor.recv_multipart()
+        for monitor in self._monitors:
+            while monitor.poll(0):
+                monitor.recv_multipart()
 
     def _await(self, socket: Socket, until: float, what: str) -> AnyBody:
         """The next frame of the handshake; failures of the connection end the wait early."""
         started = time.monotonic()
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
-        last = "no connection"
+        monitor = self._monitors[-1]  # of the pulse: what befalls one connection befalls all of them
+        poller.register(monitor, zmq.POLLIN)
+        seen: set[int] = set()
         while (left := until - time.monotonic()) > 0:
             ready = dict(poller.poll(int(left * 1000) + 1))
             if socket in ready:
                 return self._import_greeting(socket)
-            if self._monitor in ready:
-                event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    raise LinkRefused(f"{self.who}: the shard does not allow this head's key")
-                last = _WATCHED_NAMES[event]
-        raise StageLost(f"{self.who}: no answer to {what} within {time.monotonic() - started:.1f} s ({last})")
+            if monitor in ready:
+                seen.add(parse_monitor_message(monitor.recv_multipart())["event"])
+            if zmq.EVENT_HANDSHAKE_FAILED_AUTH in seen:
+                raise LinkRefused(f"{self.who}: the shard does not allow this head's key")
+        silence = f"{self.who}: no answer to {what} within {time.monotonic() - started:.1f} s"
+        if seen & _BROKEN_HANDSHAKES:
+            raise LinkRefused(
+                f"{silence}: the handshake breaks off; do both ends have keys, and is this the shard's key?"
+            )
+        raise StageLost(
+            f"{silence}: {'it is there, but mute' if zmq.EVENT_CONNECTED in seen else 'nobody listens there'}"
+        )
 
     def _import_greeting(self, socket: Socket) -> AnyBody:
         try:
@@ -198,12 +205,12 @@ class HeadSession:
         self, body: AnyBody, tensors: Mapping[str, torch.Tensor], read: Callable[[Frame], T], seconds: float
     ) -> Pending[T]:
         with self._sending:
-            if self.lost is not None:
-                raise StageLost(f"{self.who}: no {describe(body)}: lost before ({self.lost}); reconnect first")
             frame_id = next(self._ids)
             message = frames.export_frame(Frame(frame_id, body, tensors), self.limits)
             pending = Pending(self, frame_id, body, read, seconds)
-            with self._turn:
+            with self._turn:  # a loss settles all commands that are pending, and none becomes pending after it
+                if self.lost is not None:
+                    raise StageLost(f"{self.who}: no {describe(body)}: lost before ({self.lost}); reconnect first")
                 self._pending[frame_id] = pending
             self._requests.send_multipart(message, copy=False)
         return pending
@@ -281,17 +288,17 @@ class HeadSession:
         self._beat.join()
         with self._turn:
             self._turn.wait_for(lambda: not self._reading)
-            self._replies.close()
+            _close(self._replies)
         with self._sending:
-            self._requests.close()
+            _close(self._requests)
 
     # The pulse
 
     def _keep_beating(self) -> None:
         heard = sent = time.monotonic()
         poller = zmq.Poller()
-        poller.register(self._pulse, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+        for socket in (self._pulse, *self._monitors):
+            poller.register(socket, zmq.POLLIN)
         ping = frames.export_frame(Frame(0, frames.Ping()), self.limits)
         while self.lost is None:
             ready = dict(poller.poll(int(_SLICE * 1000)))
@@ -299,14 +306,14 @@ class HeadSession:
             if self._pulse in ready:
                 heard = now
                 self._hear()
-            if self._monitor in ready and self._disconnected():
+            if any(_disconnected(monitor) for monitor in self._monitors if monitor in ready):
                 self.lose("the connection broke")
             if now - heard > self._deadlines.silence:
                 self.lose(f"no sign of life for {self._deadlines.silence:g} s")
             if now - sent >= self._deadlines.ping:
                 self._pulse.send_multipart(ping)
                 sent = now
-        self._close_pulse()
+        _close(self._pulse)
 
     def _hear(self) -> None:
         try:
@@ -317,24 +324,20 @@ class HeadSession:
         if isinstance(body, frames.Failed):
             self.lose(body.message)
 
-    def _disconnected(self) -> bool:
-        return parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED
 
-    def _close_pulse(self) -> None:
-        self._pulse.disable_monitor()
-        self._monitor.close()
-        self._pulse.close()
+def _disconnected(monitor: Socket) -> bool:
+    return parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED
 
 
-_WATCHED_NAMES: dict[int, str] = {
-    zmq.EVENT_CONNECTED: "connected, but the shard does not speak",
-    zmq.EVENT_CONNECT_RETRIED: "nobody listens there",
-    zmq.EVENT_DISCONNECTED: "the shard closed the connection",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the encrypted handshake failed",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the ends do not agree on encryption",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the shard does not allow this key",
-}
-_WATCHED = sum(int(event) for event in _WATCHED_NAMES)
+def _close(socket: Socket) -> None:
+    """With its monitor."""
+    if not socket.closed:
+        socket.disable_monitor()
+        socket.close()
+
+
+_BROKEN_HANDSHAKES = {int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL), int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)}
+_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | sum(_BROKEN_HANDSHAKES)
 
 
 def describe(body: Body) -> str:

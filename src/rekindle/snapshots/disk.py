@@ -35,7 +35,7 @@ import torch
 from rekindle.errors import BadSnapshotFile, DoesNotFit, SnapshotMismatch
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots import layout, manifest
-from rekindle.snapshots.files import check_size, digest, make_folder, raw, read_file, sync_folder, write_whole
+from rekindle.snapshots.files import check_size, digest, make_folder, read_file, sync_folder, write_whole
 from rekindle.snapshots.layout import Pages
 from rekindle.snapshots.manifest import FORMAT, NAME, PAGE_HEADER, VERSION, Manifest, PageRow, StretchRow, key_of
 from rekindle.snapshots.types import Snapshot
@@ -149,6 +149,8 @@ class DiskStore:
         self._deletion_failed = False
         self._live = _LivePages()
         self._numbers = itertools.count()
+        # Kept for good: what a new thread allocates is new memory, and to touch that costs more than to read a file.
+        self._readers = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), "rekindle-disk-reader")
         self._lock_file = self._become_writer()
         self._scan()
 
@@ -426,13 +428,12 @@ class DiskStore:
         """Read objects and check their digests, several at a time."""
         if len(objects) == 1:
             return [self._verify(objects[0])]
-        with ThreadPoolExecutor(min(len(objects), os.cpu_count() or 1, 8), "rekindle-verify") as pool:
-            return list(pool.map(self._verify, objects))
+        return list(self._readers.map(self._verify, objects))
 
     def _verify(self, named: tuple[str, int]) -> torch.Tensor:
         name, nbytes = named
-        content = read_file(self._objects / name, nbytes)
-        if digest([raw(content)]) != name:
+        content, found = read_file(self._objects / name, nbytes)
+        if found != name:
             self._drop_object(name)
             raise BadSnapshotFile(f"object {name} has been altered: its digest is not its name")
         return content
@@ -519,7 +520,8 @@ class DiskStore:
         return True
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Give the lock back. What was loaded stays usable."""
+        self._readers.shutdown()
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None

@@ -15,7 +15,7 @@ from rekindle.models.state import DeltaState, KvState, LayerState
 from rekindle.pool import PagePool, PageTable
 from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part
 from rekindle.spec import PAGE, Span
-from rekindle.stages.types import PageCount, StageOutput
+from rekindle.stages.types import Ahead, PageCount, StageOutput
 
 
 class LocalStage:
@@ -63,9 +63,9 @@ class LocalStage:
     # Running
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
+    def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput:
         rows = self._lay_out(batch)
-        x = self.model.enter(batch, hidden)
+        x = self.model.enter(_token_rows(batch, ahead), hidden)
         x = self.model.run(x, rows, self._states)
         for segment in batch.segments:
             self._tables[segment.slot].position = segment.end
@@ -217,6 +217,16 @@ class LocalStage:
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _token_rows(batch: Batch, ahead: Ahead | None) -> list[int]:
+    """The token of every row; those drawn ahead are fetched from where they were drawn."""
+    tokens = [token for segment in batch.segments for token in segment.tokens]
+    if ahead is not None:
+        drawn = ahead.tokens.tolist()
+        for row, source in zip(ahead.rows, ahead.sources, strict=True):
+            tokens[row] = drawn[source]
+    return tokens
 
 
 def _wanted_rows(batch: Batch) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 from rekindle.batch import Batch
 from rekindle.snapshots.types import Part
 from rekindle.spec import Span
-from rekindle.stages.types import PageCount, Stage, StageOutput
+from rekindle.stages.types import Ahead, PageCount, Stage, StageOutput
 
 T = TypeVar("T")
 
@@ -42,9 +42,15 @@ class Pipeline:
         """Of the stage with the fewest free pages: what every sequence can count on."""
         return min((stage.pages() for stage in self.stages), key=lambda count: count.free)
 
-    def forward(self, batch: Batch) -> Future[StageOutput]:
+    @property
+    def run_ahead(self) -> int:
+        """Steps that may be handed over before the last one's tokens are known: what keeps a GPU without gaps."""
+        return int(len(self.stages) == 1 and self.stages[0].device.startswith("cuda"))
+
+    def forward(self, batch: Batch, ahead: Ahead | None = None) -> Future[StageOutput]:
         if not self._lines:
-            return _done(lambda: self.stages[0].forward(batch, None))
+            return _done(lambda: self.stages[0].forward(batch, None, ahead))
+        assert ahead is None, "only a pipeline of one stage runs ahead"
         result: Future[StageOutput] = Future()
         self._enter(0, batch, None, result)
         return result

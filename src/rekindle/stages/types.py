@@ -12,6 +12,15 @@ from rekindle.snapshots.types import StateHolder
 from rekindle.spec import Span
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ahead:
+    """Tokens that a step before drew on the device: row rows[i] of the batch takes tokens[sources[i]]."""
+
+    tokens: torch.Tensor  # int64, on the device of the last stage
+    rows: tuple[int, ...]
+    sources: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StageOutput:
     """The residual stream for the next stage, or logits from the last one."""
@@ -38,6 +47,6 @@ class Stage(StateHolder, Protocol):
     def slots(self) -> int: ...
     @property
     def device(self) -> str: ...
-    def forward(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput: ...
+    def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput: ...
     def pages(self) -> PageCount: ...
     def stop(self) -> None: ...

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rekindle.kernels.device import is_roomy
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import PAGE
 
@@ -31,7 +32,7 @@ def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])
 def _store_kernel(
     kv, k, v, row_positions, row_segments, tables, table_row, k_row, k_head, v_row, v_head,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
@@ -102,7 +103,7 @@ def _launch(
     assert all((kv.is_contiguous(), q.stride(2) == 1)), "pages are dense, heads side by side"
     assert dim & (dim - 1) == 0, f"head dim {dim} must be a power of two"
     group, segments = heads // kv_heads, starts.shape[0] - 1
-    tile_rows, tile_keys, warps, stages = _tiles(longest * group, q.dtype, dim)
+    tile_rows, tile_keys, warps, stages = _tiles(longest * group, q)
     tiles = triton.cdiv(longest * group, tile_rows)
     most = triton.cdiv(tables.shape[1] * PAGE, LEAST * tile_keys)  # splits that could have work
     splits = max(1, min(PROGRAMS // max(1, tiles * kv_heads * segments), most, 256))
@@ -112,48 +113,49 @@ def _launch(
     _attend_kernel[(tiles * splits, kv_heads, segments)](
         q, kv, tables, page_positions, starts, row_positions, parts, part_lse, None if split else gate,
         tables.stride(0), tables.shape[1], q.stride(0), q.stride(1),
-        0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), rows, scale * 1.4426950408889634,
-        SPLITS=splits, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=tile_keys, PAGE=PAGE,
+        0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), rows, splits,
+        scale * 1.4426950408889634, SPLIT=split, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=tile_keys, PAGE=PAGE,
         LEAST=LEAST, PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if split:
         columns = min(64, dim)
         _merge_kernel[(dim // columns, heads, rows)](
             parts, part_lse, out, lse, gate, starts, row_positions, row_segments, tables.shape[1],
-            0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), rows,
-            SPLITS=splits, HEADS=heads, DIM=dim, COLUMNS=columns, BLOCK=32, TILE_KEYS=tile_keys, PAGE=PAGE, LEAST=LEAST,
+            0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), rows, splits,
+            HEADS=heads, DIM=dim, COLUMNS=columns, BLOCK=32, TILE_KEYS=tile_keys, PAGE=PAGE, LEAST=LEAST,
             LISTED=page_positions is not None, num_warps=4,
         )  # fmt: skip
 
 
-def _tiles(flat_rows: int, dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:
+def _tiles(flat_rows: int, q: Tensor) -> tuple[int, int, int, int]:
     """(flat rows, keys, warps, pipeline stages) of one program."""
-    if dtype == torch.float32:
+    if q.dtype == torch.float32:
         return 16, 16, 4, 1
     if flat_rows <= 16:
-        return 16, PAGE, 4, 3
-    if flat_rows <= 64:
-        return 64, PAGE, 4, 2
-    return 128, PAGE, 8, 2
+        # the page of a tile is itself a load, so each buffered tile costs two stages
+        return (16, 32, 4, 7) if is_roomy(q.device) else (16, 32, 4, 5)
+    if not is_roomy(q.device):
+        return 64, 32, 4, 3
+    return (64, 64, 8, 2) if flat_rows <= 64 else (128, 64, 8, 2)
 
 
 @triton.jit
-def _share(keys, SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, LEAST: tl.constexpr):
+def _share(keys, splits, TILE_KEYS: tl.constexpr, LEAST: tl.constexpr):
     """Tiles that one split takes of `keys` positions; both kernels ask, so both agree."""
-    return tl.maximum(tl.cdiv(tl.cdiv(keys, TILE_KEYS), SPLITS), LEAST)
+    return tl.maximum(tl.cdiv(tl.cdiv(keys, TILE_KEYS), splits), LEAST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "table_pages", "rows", "splits"])
 def _attend_kernel(
     q, kv, tables, page_positions, starts, row_positions, out, lse, gate,
-    table_row, table_pages, q_row, q_head, gate_row, gate_head, rows, scale,
-    SPLITS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
+    table_row, table_pages, q_row, q_head, gate_row, gate_head, rows, splits, scale,
+    SPLIT: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head, segment = tl.program_id(1), tl.program_id(2)
-    split = tl.program_id(0) % SPLITS
+    split = tl.program_id(0) % splits
     # the last tiles see the most keys: start them first
-    tile = tl.num_programs(0) // SPLITS - 1 - tl.program_id(0) // SPLITS
+    tile = tl.num_programs(0) // splits - 1 - tl.program_id(0) // splits
     start = tl.load(starts + segment)
     length = tl.load(starts + segment + 1) - start
     if tile * TILE_ROWS >= length * GROUP:
@@ -170,12 +172,12 @@ def _attend_kernel(
     else:
         lowest = -1  # pages may lie anywhere: every tile is masked
         whole = table_pages * PAGE
-    share = _share(whole, SPLITS, TILE_KEYS, LEAST)
+    share = _share(whole, splits, TILE_KEYS, LEAST)
     first = split * share
     last = tl.cdiv(whole, TILE_KEYS)
     if page_positions is None:
         last = tl.cdiv(highest + 1, TILE_KEYS)  # the keys this tile sees
-    if SPLITS > 1:
+    if SPLIT:
         if first * TILE_KEYS >= whole:
             return
         last = tl.minimum(last, first + share)
@@ -232,17 +234,17 @@ def _attend_kernel(
         tl.store(lse + to, natural, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_pages", "rows", "splits"])
 def _merge_kernel(
-    parts, part_lse, out, lse, gate, starts, row_positions, row_segments, table_pages, gate_row, gate_head, rows,
-    SPLITS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    parts, part_lse, out, lse, gate, starts, row_positions, row_segments, table_pages, gate_row, gate_head, rows, splits,
+    HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     segment = tl.load(row_segments + row)
     whole = table_pages * PAGE if LISTED else tl.load(row_positions + tl.load(starts + segment + 1) - 1) + 1
-    share = _share(whole, SPLITS, TILE_KEYS, LEAST)
+    share = _share(whole, splits, TILE_KEYS, LEAST)
     worked = tl.cdiv(tl.cdiv(whole, TILE_KEYS), share)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     top = tl.full([1], float("-inf"), tl.float32)

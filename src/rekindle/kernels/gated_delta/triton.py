@@ -18,11 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rekindle.kernels.device import is_roomy
 from rekindle.kernels.gated_delta.naive import DeltaRows
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import DeltaSpec
 
 CHUNK = 64
+STEP = (32, 4)  # value columns of a head and warps of one program of the recurrence
+NORMED_WARPS = 8  # where the norm is fused, a program holds a whole head
+PASS = (32, 4, 2)  # value columns, warps and pipeline stages of one program of the pass
+PASS_SMALL = (32, 4, 1)  # the same with little shared memory
 
 
 def gated_delta(
@@ -101,7 +106,7 @@ def _run_rows(
 ) -> None:
     _check(mixed, a, b, states, spec)
     # small programs keep more loads in flight; the norm needs a head's values together
-    columns = spec.value_dim if norm is not None else min(32, spec.value_dim)
+    columns, warps = (spec.value_dim, NORMED_WARPS) if norm is not None else (min(STEP[0], spec.value_dim), STEP[1])
     z, weight, eps = norm if norm is not None else (mixed, decay, 0.0)
     k_rows, delta_rows, g_rows = saved if saved is not None else (decay, decay, decay)
     _rows_kernel[(spec.value_dim // columns, spec.value_heads, ragged.segments)](
@@ -109,7 +114,7 @@ def _run_rows(
         mixed.stride(0), a.stride(0), b.stride(0), z.stride(0), spec.key_dim**-0.5, eps,
         KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, DK=spec.key_dim, DV=spec.value_dim, COLUMNS=columns,
         SAVED=saved is not None, NORMED=norm is not None, ONLY_SINGLE=only_single,
-        num_warps=8 if spec.key_dim * columns >= 16384 else 4,
+        num_warps=warps,
     )  # fmt: skip
 
 
@@ -233,11 +238,12 @@ def _run_chunked(
         KEY_HEADS=spec.key_heads, VALUE_HEADS=heads, DK=spec.key_dim, CHUNK=CHUNK, LEVELS=CHUNK.bit_length() - 1,
         WIDE=wide, num_warps=4, num_stages=1,
     )  # fmt: skip
-    columns = min(32, spec.value_dim)
+    columns, warps, stages = PASS if is_roomy(device) else PASS_SMALL
+    columns = min(columns, spec.value_dim)
     _pass_kernel[(spec.value_dim // columns, heads, ragged.segments)](
         mixed, states, out, solve, mixing, factors, ragged.starts, ragged.slots, mixed.stride(0),
         KEY_HEADS=spec.key_heads, VALUE_HEADS=heads, DK=spec.key_dim, DV=spec.value_dim, COLUMNS=columns, CHUNK=CHUNK,
-        WIDE=wide, num_warps=4, num_stages=2,
+        WIDE=wide, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 

@@ -1,9 +1,12 @@
 """Triton pieces that read planes: shared by the dense kernels and the expert kernels.
 
 A tile is [BB blocks, BN rows], blocks first: Triton then lays neighbouring threads along a row, whole blocks each.
-`blk` [BB, BN] holds the flat block numbers (row · blocks of a row + block), from which every plane is addressed. TYPE is the GGUF type; WORDS and FIELDS follow from it: a block is WORDS int32 words of FIELDS
-codes each, field j of word i being weight WORDS · j + i.
+`blk` [BB, BN] holds the flat block numbers (row · blocks of a row + block), from which every plane is addressed. TYPE
+is the GGUF type; WORDS and FIELDS follow from it: a block is WORDS int32 words of FIELDS codes each, field j of word i
+being weight WORDS · j + i.
 """
+
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -12,38 +15,38 @@ import triton.language as tl
 
 
 @triton.constexpr_function
-def words_of(type):  # type: ignore[no-untyped-def]
+def words_of(type):
     return 8 if type == "Q8_0" else 4
 
 
 @triton.constexpr_function
-def fields_of(type):  # type: ignore[no-untyped-def]
+def fields_of(type):
     return 4 if type == "Q8_0" else 8
 
 
 @triton.constexpr_function
-def bits_of(type):  # type: ignore[no-untyped-def]
+def bits_of(type):
     return {"Q8_0": 8, "Q6_K": 6, "Q5_K": 5, "Q5_0": 5, "Q5_1": 5}.get(type, 4)
 
 
 @triton.constexpr_function
-def zero_of(type):  # type: ignore[no-untyped-def]
+def zero_of(type):
     """The code that stands for zero, where there is one."""
     return {"Q8_0": 128, "Q6_K": 32, "Q5_0": 16, "Q4_0": 8}.get(type, 0)
 
 
 @triton.constexpr_function
-def has_minimum(type):  # type: ignore[no-untyped-def]
+def has_minimum(type):
     return type in ("Q4_K", "Q5_K", "Q4_1", "Q5_1")
 
 
 @triton.constexpr_function
-def is_looked_up(type):  # type: ignore[no-untyped-def]
+def is_looked_up(type):
     return type in ("IQ4_NL", "IQ4_XS")
 
 
 @triton.constexpr_function
-def place_of(type, j):  # type: ignore[no-untyped-def]
+def place_of(type, j):
     """Field j as (shift of the word to the right, bit of the field after it): five nibbles fit a float's mantissa."""
     if type == "Q8_0":
         return (16 * (j // 2), 8 * (j % 2))
@@ -51,18 +54,18 @@ def place_of(type, j):  # type: ignore[no-untyped-def]
 
 
 @triton.constexpr_function
-def lifted(place):  # type: ignore[no-untyped-def]
+def lifted(place):
     """Bits of the float 2^(23 − place): or-ing a field into its mantissa at `place` adds the field's plain value."""
     return (150 - place) << 23
 
 
 @triton.constexpr_function
-def lifted_value(place, zero):  # type: ignore[no-untyped-def]
+def lifted_value(place, zero):
     return float(2 ** (23 - place) + zero)
 
 
 @triton.constexpr_function
-def field_mask(place, bits):  # type: ignore[no-untyped-def]
+def field_mask(place, bits):
     return ((1 << bits) - 1) << place
 
 

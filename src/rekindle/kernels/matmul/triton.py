@@ -83,8 +83,8 @@ def swiglu(x: Tensor, gate: Packed, up: Packed) -> Tensor:
 @triton.jit
 def _row_tile(
     x, out, residual, codes, high, scales, supers, rows, nought, pid,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
-    ADD: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
+    MASKED: tl.constexpr, RAGGED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """BN outputs of one matrix."""
     n = pid * BN + tl.arange(0, BN)

@@ -14,7 +14,7 @@ class Packed:
     codes   int32 [rows, blocks, words]   4 words with 8 nibbles each, nibble j of word i is weight 4·j + i;
                                           for 8-bit codes 8 words with 4 bytes each, byte j of word i is weight 8·j + i
     high    int32 [rows, blocks]          5-bit codes: bit 4·j + i is the fifth bit of weight 4·j + i
-            int64 [rows, blocks]          6-bit codes: bits 32·(i // 2) + 4·j + 2·(i % 2) and the next, of weight 4·j + i
+            int64 [rows, blocks]          6-bit codes: bits 32·(i // 2) + 4·j + 2·(i % 2) and the next, likewise
     scales  one entry per block, supers   one entry per 8 blocks, as `packing` lists per type
     """
 

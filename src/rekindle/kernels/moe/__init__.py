@@ -16,7 +16,7 @@ from rekindle.kernels.moe.types import ExpertStack, SharedExpert
 def make_stack(
     raw: np.ndarray, type: str, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype
 ) -> ExpertStack:
-    """raw uint8 [experts · out, bytes of a row] -> the experts on the device, quantised where `matmul` keeps them so."""
+    """raw uint8 [experts · out, bytes of a row] -> the experts on the device, as `matmul` would keep them."""
     if stays_quantised(type, device):
         return ExpertStack(shape, packed=pack(upload(raw, device), type, shape[2]))
     return ExpertStack(shape, dense=expanded(raw, type, shape[2], device, dtype).view(shape))

@@ -72,7 +72,7 @@ def _launch(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])
 def _turn_kernel(
     q, k, v, q_weight, k_weight, row_positions, frequencies, q_out, k_out, row_segments, tables, table_row,
     q_row, q_head, k_row, k_head, v_row, v_head, eps,

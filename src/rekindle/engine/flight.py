@@ -1,0 +1,72 @@
+"""A batch on its way through the pipeline, and the tokens that are drawn from what it brings back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import torch
+
+from rekindle.batch import Batch, Segment, Wanted
+from rekindle.engine.sampler import draw
+from rekindle.engine.sequence import Phase, Sequence
+from rekindle.stages import StageOutput
+
+
+class Drawn:
+    """Tokens on the device, and on their way to the host."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens  # int64 [rows]
+        self._event: torch.cuda.Event | None = None
+        self._host = tokens
+        if tokens.is_cuda:
+            # Copied now, before the next step is in line behind it; read when the copy is through.
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def on_host(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        return [int(token) for token in self._host.tolist()]
+
+
+class Flight:
+    """One batch, whose segments belong to `owners`. Those whose prompt it completes, or who decode, draw a token."""
+
+    def __init__(self, batch: Batch, owners: tuple[Sequence, ...], output: Future[StageOutput]) -> None:
+        self.batch = batch
+        self.owners = owners
+        self.output = output
+        self.drawing = [
+            owner for segment, owner in zip(batch.segments, owners, strict=True) if _draws(segment, owner)
+        ]
+        self.drawn: Drawn | None = None
+
+    def draw(self) -> None:
+        """Draw from the logits, once."""
+        if self.drawn is None and self.drawing:
+            drawing = set(map(id, self.drawing))
+            last = [(s.end, rows[-1]) for s, owner, rows in self.results() if id(owner) in drawing]
+            logits = self.output.result().logits
+            assert logits is not None, "a flight that draws brings logits"
+            whole = len(last) == logits.shape[0]
+            rows = logits if whole else torch.stack([row for _, row in last])
+            self.drawn = Drawn(draw(rows, self.drawing, [end for end, _ in last]))
+
+    def results(self) -> Iterator[tuple[Segment, Sequence, torch.Tensor]]:
+        """Every segment with its owner and its rows of logits (none where none were wanted)."""
+        logits = self.output.result().logits
+        start = 0
+        for segment, owner in zip(self.batch.segments, self.owners, strict=True):
+            count = len(segment) if segment.wanted is Wanted.ALL else int(segment.wanted is Wanted.LAST)
+            rows = logits[start : start + count] if logits is not None else torch.empty(0)
+            yield segment, owner, rows
+            start += count
+
+
+def _draws(segment: Segment, owner: Sequence) -> bool:
+    completes = owner.phase is Phase.PREFILL and segment.end == owner.prompt_length
+    return owner.max_tokens > 0 and (completes or owner.phase is Phase.DECODE)

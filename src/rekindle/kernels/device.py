@@ -1,0 +1,19 @@
+"""What the tile sizes of a kernel need to know of the device."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+ROOMY = 200_000  # bytes of shared memory per program: data-centre cards have 227 KiB, others 64 to 100
+
+
+def is_roomy(device: torch.device) -> bool:
+    """Deep pipelines of large tiles fit. The CPU, where kernels only run in the interpreter, takes the same tiles."""
+    return device.type != "cuda" or _shared_memory(device) >= ROOMY
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
