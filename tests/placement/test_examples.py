@@ -247,6 +247,16 @@ def test_little_ram_limits_what_all_sequences_hold_together() -> None:
     assert any("not every sequence can reach 262,144 at once" in reason for reason in plan.reasons)
 
 
+def test_ram_is_used_to_the_last_page() -> None:
+    spec, sizes = dense()
+    wishes = Wishes(8192, sequences=4, pool=4096)
+    enough = Placer(one_gpu(400 * MIB), spec, sizes, wishes).place()
+    page = enough.stage(0).page_bytes
+    for short in range(0, 200 * page, 5 * page // 2):  # RAM that is so many bytes short of full KV
+        plan = Placer(one_gpu(400 * MIB, ram=enough.host_total - short), spec, sizes, wishes).place()
+        assert plan.live_pages == wishes.full_pages - -(-short // page)
+
+
 def test_unified_memory_counts_against_ram() -> None:
     spec, sizes = moe()
     plan = make_plan(Machine((Device("apu", "hip", 600 * MIB, host=True),), GIB), spec, sizes, Wishes(4096))

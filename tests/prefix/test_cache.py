@@ -13,7 +13,7 @@ from paper_snapshots import FINGERPRINT, PaperModel, same
 from rekindle.prefix import Miss, PrefixCache, Tier
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots.disk import DiskStore
-from rekindle.snapshots.types import KvPart
+from rekindle.snapshots.types import KvPart, Snapshot
 
 PLENTY = 1 << 30
 MESSAGE, SYSTEM, END = BoundaryKind.MESSAGE, BoundaryKind.SYSTEM, BoundaryKind.END
@@ -240,6 +240,32 @@ def test_a_disk_budget_is_kept_and_what_is_left_loads(model: PaperModel, tmp_pat
         assert cache.stats().disk_bytes <= budget
     found = [i for i in range(10) if cache.known_length(run(50, 100 * i))]
     assert found == [7, 8, 9]
+    cache.close()
+
+
+def test_what_is_being_restored_from_disk_is_not_the_victim(
+    model: PaperModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = DiskStore(tmp_path / "probe", FINGERPRINT, PLENTY)
+    size = probe.save(model.snapshot(run(50)), MESSAGE, "0" * 32).nbytes
+    probe.close()
+    disk = DiskStore(tmp_path / "real", FINGERPRINT, 3 * size + size // 2)
+    cache = PrefixCache(0, disk, queue=16)
+    cache.publish(model.snapshot(run(50)), MESSAGE)
+    cache.flush()
+    load = disk.load
+
+    def crowded(id: str) -> Snapshot:
+        for i in range(1, 8):
+            cache.publish(model.snapshot(run(50, 100 * i)), MESSAGE)
+            cache.flush()
+        return load(id)
+
+    monkeypatch.setattr(disk, "load", crowded)
+    hit = cache.lookup(run(50)).hit
+    assert hit is not None
+    assert same(hit.snapshot, model.snapshot(run(50)))
+    hit.release()
     cache.close()
 
 

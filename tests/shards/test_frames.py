@@ -53,10 +53,21 @@ def test_exported_parts_are_views_of_the_tensor_and_imported_tensors_views_of_th
     _, part = export_frame(Frame(1, frames.Output(), {"x": tensor}), LIMITS)
     tensor[0] = 5.0
     assert bytes(part) == bytes(tensor.numpy().data)
-    message = sent(Frame(1, frames.Output(), {"x": torch.zeros(1000)}))
+    message = sent(Frame(1, frames.Captured(()), {"x": torch.zeros(1000)}))
     arrived = import_frame(message, LIMITS).tensors["x"]
     message[1].buffer[0:4] = torch.tensor([7.0]).numpy().tobytes()
     assert arrived[0] == 7.0
+
+
+@pytest.mark.parametrize(
+    "body", [frames.Output(), frames.Forward((frames.SegmentEntry(0, 0, (1,), Wanted.NONE),), False)]
+)
+def test_what_is_computed_on_lies_where_torch_would_put_it(body: frames.AnyBody) -> None:
+    message = sent(Frame(1, body, {"x": torch.zeros(1000)}))
+    arrived = import_frame(message, LIMITS).tensors["x"]
+    assert arrived.data_ptr() % 64 == 0
+    message[1].buffer[0:4] = torch.tensor([7.0]).numpy().tobytes()
+    assert arrived[0] == 0.0
 
 
 def test_a_batch_arrives_whole() -> None:

@@ -16,4 +16,7 @@ def is_roomy(device: torch.device) -> bool:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])

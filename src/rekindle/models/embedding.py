@@ -10,11 +10,14 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
+from rekindle.kernels.matmul import Matrix, gather_rows, make_matrix
 from rekindle.weights import WeightFile
+
+NAME = "token_embd.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding:
+class HostEmbedding:
     """Rows are read from the mapped file and expanded one by one: a table of a quarter million rows costs no memory."""
 
     raw: np.ndarray  # uint8 [vocab, bytes of a row], mapped
@@ -22,10 +25,31 @@ class Embedding:
     device: torch.device
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, file: WeightFile, device: torch.device, dtype: torch.dtype) -> Embedding:
-        return cls(file.raw("token_embd.weight"), file.tensors["token_embd.weight"].type, device, dtype)
-
-    def rows(self, tokens: Sequence[int]) -> torch.Tensor:
-        values = dequantize(self.raw[np.asarray(tokens)], GGMLQuantizationType[self.type])
+    def rows(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        ids = tokens.cpu().numpy() if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
+        values = dequantize(self.raw[ids], GGMLQuantizationType[self.type])
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).to(self.device, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEmbedding:
+    """The table lies on the device, so that tokens drawn there need not see the host before they are embedded."""
+
+    table: Matrix
+    device: torch.device
+    dtype: torch.dtype
+
+    def rows(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        ids = tokens if isinstance(tokens, torch.Tensor) else torch.tensor(tokens)
+        return gather_rows(self.table, ids.to(self.device, non_blocking=True)).to(self.dtype)
+
+
+Embedding = HostEmbedding | DeviceEmbedding
+
+
+def load_embedding(file: WeightFile, device: torch.device, dtype: torch.dtype) -> Embedding:
+    info = file.tensors[NAME]
+    if device.type == "cpu":
+        return HostEmbedding(file.raw(NAME), info.type, device, dtype)
+    rows, columns = info.shape
+    return DeviceEmbedding(make_matrix(file.raw(NAME), info.type, (rows, columns), device, dtype), device, dtype)

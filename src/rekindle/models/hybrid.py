@@ -13,7 +13,7 @@ import torch
 
 from rekindle.kernels.attention import attend, sigmoid_gate
 from rekindle.kernels.conv import conv_silu
-from rekindle.kernels.gated_delta import gated_delta, gated_delta_rows
+from rekindle.kernels.gated_delta import gated_delta_norm, gated_delta_rows
 from rekindle.kernels.matmul import Matrix, multiply, multiply_all, swiglu
 from rekindle.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 from rekindle.kernels.ragged import Ragged
@@ -77,14 +77,14 @@ class DeltaBlock:
     def forward(self, h: torch.Tensor, rows: Ragged, state: LayerState) -> torch.Tensor:
         assert isinstance(state, DeltaState)
         inputs, z, a, b = multiply_all(h, [self.qkv, self.gate, self.alpha, self.beta])
-        for slot in rows.slot_list:
-            state.kept.pop(slot, None)
         if rows.rewindable:
-            mixed = self._mix_keeping_rows(inputs, a, b, rows, state)
+            mixed = gated_rms_norm(self._mix_keeping_rows(inputs, a, b, rows, state), z, self.norm, self.eps)
         else:
             conv = conv_silu(inputs, self.conv, state.windows, rows)
-            mixed = gated_delta(conv, a, b, self.decay, self.dt_bias, state.states, rows, self.spec)
-        return multiply(gated_rms_norm(mixed, z, self.norm, self.eps), self.out)
+            mixed = gated_delta_norm(
+                conv, a, b, self.decay, self.dt_bias, state.states, rows, self.spec, z, self.norm, self.eps
+            )
+        return multiply(mixed, self.out)
 
     def _mix_keeping_rows(
         self, inputs: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rows: Ragged, state: DeltaState

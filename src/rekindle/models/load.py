@@ -10,7 +10,7 @@ import torch
 from rekindle.experts import RoutedFfn, load_routed_ffn
 from rekindle.kernels.matmul import Matrix, make_matrix
 from rekindle.kernels.rope import rope_frequencies
-from rekindle.models.embedding import Embedding
+from rekindle.models.embedding import load_embedding
 from rekindle.models.hybrid import AttentionBlock, DeltaBlock, DenseFfn, HybridLayer
 from rekindle.models.model import Head, ModelSpan
 from rekindle.spec import Mixer, Span
@@ -49,7 +49,7 @@ class _Loader:
             device=self.device,
             dtype=self.dtype,
             layers=layers,
-            embedding=Embedding.of(self.file, self.device, self.dtype) if self.span.start == 0 else None,
+            embedding=load_embedding(self.file, self.device, self.dtype) if self.span.start == 0 else None,
             head=self.head() if self.span.stop == spec.layers else None,
         )
 

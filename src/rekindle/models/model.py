@@ -48,7 +48,7 @@ class ModelSpan:
     def is_last(self) -> bool:
         return self.head is not None
 
-    def enter(self, tokens: Sequence[int], hidden: torch.Tensor | None) -> torch.Tensor:
+    def enter(self, tokens: Sequence[int] | torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
         """[rows, hidden]: the embedded tokens, or what the stage before sent."""
         if self.embedding is None:
             assert hidden is not None, f"stage {self.span} is not the first and got no activations"

@@ -107,10 +107,7 @@ class RemoteStage:
                     f"{name} from {self._who} is {list(tensor.shape)} {tensor.dtype}, "
                     f"expected {counts[name]} rows of {dtypes[name]}"
                 )
-        hidden, logits = reply.tensors.get("hidden"), reply.tensors.get("logits")
-        return StageOutput(
-            frames.settle(hidden) if hidden is not None else None, frames.settle(logits) if logits is not None else None
-        )
+        return StageOutput(reply.tensors.get("hidden"), reply.tensors.get("logits"))
 
     # State
 

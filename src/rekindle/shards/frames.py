@@ -266,19 +266,28 @@ def import_header(parts: Sequence[zmq.Frame], limits: Limits) -> Header:
     if not parts:
         raise BadFrame("a frame has a header, this message has no parts")
     raw = parts[0].buffer
-    _check_sizes(raw.nbytes, sum(len(part) for part in parts), limits)
-    if raw.nbytes < len(_PREFIX) or raw[: len(MAGIC)] != MAGIC:
-        raise BadFrame(f"a frame begins with {MAGIC!r}, this message with {bytes(raw[: len(MAGIC)])!r}")
-    if raw[len(MAGIC)] != VERSION:
-        raise LinkRefused(f"the other end speaks frame version {raw[len(MAGIC)]}, this end version {VERSION}")
+    _check_sizes(raw.nbytes, sum(map(len, parts)), limits)
+    prefix = raw[: len(_PREFIX)].tobytes()
+    if prefix != _PREFIX:
+        raise _foreign(prefix)
     try:
         return _decoder.decode(raw[len(_PREFIX) :])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadFrame(f"the header does not read as one of version {VERSION}: {error}") from None
 
 
+def _foreign(prefix: bytes) -> BadFrame | LinkRefused:
+    if len(prefix) < len(_PREFIX) or not prefix.startswith(MAGIC):
+        return BadFrame(f"a frame begins with {MAGIC!r}, this message with {prefix[: len(MAGIC)]!r}")
+    return LinkRefused(f"the other end speaks frame version {prefix[-1]}, this end version {VERSION}")
+
+
 def import_tensors(header: Header, parts: Sequence[zmq.Frame], limits: Limits) -> dict[str, torch.Tensor]:
-    """Tensors that view the message, by name."""
+    """Tensors that view the message, by name.
+
+    Those that will be computed on are copied to where torch itself would have put them: vector kernels choose their
+    path by alignment, so on the message's memory they could round differently than in a local stage.
+    """
     if len(parts) != len(header.tensors) + 1:
         raise BadFrame(f"the header lists {len(header.tensors)} tensors, {len(parts) - 1} parts follow it")
     names = {entry.name for entry in header.tensors}
@@ -286,8 +295,9 @@ def import_tensors(header: Header, parts: Sequence[zmq.Frame], limits: Limits) -
         raise BadFrame(f"the header lists {len(header.tensors)} tensors under {len(names)} names")
     for entry, part in zip(header.tensors, parts[1:], strict=True):
         _check_entry(entry, len(part), limits)
+    copy = isinstance(header.body, Forward | Output)
     return {
-        entry.name: _tensor_of(part.buffer, DTYPES[entry.dtype], entry.shape)
+        entry.name: _tensor_of(part.buffer, DTYPES[entry.dtype], entry.shape, copy)
         for entry, part in zip(header.tensors, parts[1:], strict=True)
     }
 
@@ -325,20 +335,12 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy().data
 
 
-def _tensor_of(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor_of(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...], copy: bool) -> torch.Tensor:
     if not buffer.nbytes:
         return torch.empty(shape, dtype=dtype)
-    tensor = torch.frombuffer(buffer, dtype=dtype)
+    tensor = torch.frombuffer(buffer, dtype=dtype).view(shape)
     # A short message lies somewhere inside a larger receive buffer, possibly at an odd address.
-    if tensor.data_ptr() % dtype.itemsize:
-        tensor = tensor.clone()
-    return tensor.view(shape)
-
-
-def settle(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy where torch itself would have put it: vector kernels choose their path by alignment, so computing on the
-    message's memory could round differently than a local stage does."""
-    return tensor.clone()
+    return tensor.clone() if copy or tensor.data_ptr() % dtype.itemsize else tensor
 
 
 # Batches

@@ -152,7 +152,7 @@ class StageHost:
         hidden, dtype = tensors["hidden"], DTYPES[self.terms.hidden_dtype]
         if hidden.ndim != 2 or hidden.shape[0] != rows or hidden.dtype != dtype:
             raise BadFrame(f"hidden is {list(hidden.shape)} {hidden.dtype}, the batch has {rows} rows of {dtype}")
-        return frames.settle(hidden)
+        return hidden
 
     def _capture(self, session: Session, frame_id: int, body: frames.Capture) -> tuple[AnyBody, Tensors]:
         held = session.held.get(body.slot, NOTHING_HELD)

@@ -15,6 +15,7 @@ from rekindle.models.state import DeltaState, KvState, LayerState
 from rekindle.pool import PagePool, PageTable
 from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part
 from rekindle.spec import PAGE, Span
+from rekindle.stages.graphs import DecodeGraphs
 from rekindle.stages.types import Ahead, PageCount, StageOutput
 
 
@@ -35,6 +36,10 @@ class LocalStage:
         )
         self._tables = [PageTable() for _ in range(slots)]
         self._states = self._make_states()
+        self._kept: set[int] = set()  # slots whose last rows can be gone back into
+        self._graphs = None
+        if model.device.type == "cuda":
+            self._graphs = DecodeGraphs(model, self._states, scratch_slot=slots, scratch_page=pages)
 
     def _make_states(self) -> dict[int, LayerState]:
         spec, span = self.model.spec, self.model.span
@@ -64,28 +69,51 @@ class LocalStage:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput:
+        self._prepare(batch)
+        if self._graphs is not None and batch.rows == len(batch.segments) and not batch.rewindable:
+            tables = [self._tables[segment.slot].pages for segment in batch.segments]
+            x = self._graphs.run(batch, tables, hidden, ahead)
+            self._advance(batch)
+            return StageOutput(None, x) if self.model.is_last else StageOutput(x, None)
         rows = self._lay_out(batch)
         x = self.model.enter(_token_rows(batch, ahead), hidden)
         x = self.model.run(x, rows, self._states)
-        for segment in batch.segments:
-            self._tables[segment.slot].position = segment.end
+        self._advance(batch)
         if not self.model.is_last:
             return StageOutput(hidden=x, logits=None)
         wanted = _wanted_rows(batch)
         logits = self.model.leave(x[wanted] if wanted is not None else x) if batch.logit_rows else None
         return StageOutput(hidden=None, logits=logits)
 
-    def _lay_out(self, batch: Batch) -> Ragged:
-        """Pages for every row, and the batch as tensors on the device."""
-        starts, slots, positions = [0], list[int](), list[int]()
-        row_positions, row_segments = list[int](), list[int]()
-        for i, segment in enumerate(batch.segments):
+    def _prepare(self, batch: Batch) -> None:
+        """Pages for every row; rows kept by the slots' last forward are of no use any more."""
+        for segment in batch.segments:
             table = self._tables[segment.slot]
             assert table.position == segment.position, (
                 f"slot {segment.slot} stands at {table.position}, the segment begins at {segment.position}"
             )
             if self.pool.kv:
                 self.pool.extend(table, segment.end)
+            if segment.slot in self._kept:
+                self._forget_rows(segment.slot)
+        if batch.rewindable:
+            self._kept.update(segment.slot for segment in batch.segments)
+
+    def _advance(self, batch: Batch) -> None:
+        for segment in batch.segments:
+            self._tables[segment.slot].position = segment.end
+
+    def _forget_rows(self, slot: int) -> None:
+        self._kept.discard(slot)
+        for state in self._states.values():
+            if isinstance(state, DeltaState):
+                state.kept.pop(slot, None)
+
+    def _lay_out(self, batch: Batch) -> Ragged:
+        """The batch as tensors on the device."""
+        starts, slots, positions = [0], list[int](), list[int]()
+        row_positions, row_segments = list[int](), list[int]()
+        for i, segment in enumerate(batch.segments):
             starts.append(starts[-1] + len(segment))
             slots.append(segment.slot)
             positions.append(segment.position)
@@ -122,6 +150,7 @@ class LocalStage:
         for state in self._states.values():
             if isinstance(state, DeltaState):
                 state.reset(slot)
+        self._kept.discard(slot)
 
     def capture(self, slot: int) -> list[Part]:
         table = self._tables[slot]
@@ -219,14 +248,15 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _token_rows(batch: Batch, ahead: Ahead | None) -> list[int]:
-    """The token of every row; those drawn ahead are fetched from where they were drawn."""
+def _token_rows(batch: Batch, ahead: Ahead | None) -> list[int] | torch.Tensor:
+    """The token of every row; those drawn ahead are put in where they were drawn, without a stop at the host."""
     tokens = [token for segment in batch.segments for token in segment.tokens]
-    if ahead is not None:
-        drawn = ahead.tokens.tolist()
-        for row, source in zip(ahead.rows, ahead.sources, strict=True):
-            tokens[row] = drawn[source]
-    return tokens
+    if ahead is None:
+        return tokens
+    device = ahead.tokens.device
+    rows = torch.tensor(tokens, device=device)
+    rows[torch.tensor(ahead.rows, device=device)] = ahead.tokens[torch.tensor(ahead.sources, device=device)]
+    return rows
 
 
 def _wanted_rows(batch: Batch) -> torch.Tensor | None:

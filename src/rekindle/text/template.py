@@ -61,9 +61,22 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> Prompt:
         """The prompt of a conversation; `kwargs` go to the template (`enable_thinking` and the like)."""
-        request = self._prepare(messages, tools, kwargs)
+        return self.render_with(None, messages, tools, add_generation_prompt, kwargs)
+
+    def render_with(
+        self,
+        memory: TurnMemory | None,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        options: Mapping[str, Any],
+    ) -> Prompt:
+        """As `render`, with the assistant's turns in the ids that the memory has for them. The text is the same."""
+        request = self._prepare(messages, tools, options)
         text = self._run(request, request.messages, add_generation_prompt)
-        assembly = self._assemble(text, request.sentinels)
+        pieces = self._pieces(text, request.sentinels)
+        recalled = _Recalling(self, memory, pieces, add_generation_prompt) if memory is not None else None
+        assembly = self._assemble(pieces, request.sentinels, recalled)
         structure = Structure(
             starts=tuple(assembly.starts),
             system=self._count_system_starts(request, text),
@@ -87,7 +100,7 @@ class ChatTemplate:
     # -- from request to text ------------------------------------------------------------------------------------------
 
     def _prepare(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: dict[str, Any]
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]
     ) -> _Request:
         if reserved := {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & options.keys():
             raise BadRequest(f"{sorted(reserved)} cannot be template options", field="chat_template_kwargs")
@@ -121,30 +134,41 @@ class ChatTemplate:
 
     # -- from text to tokens -------------------------------------------------------------------------------------------
 
-    def _assemble(self, text: str, sentinels: Sentinels) -> _Assembly:
-        """Tokens of the rendered text. Special tokens in it are real: none can be read out of a client's string."""
+    def _pieces(self, text: str, sentinels: Sentinels) -> list[_Piece]:
+        return [_Piece(*_take_out(stretch, sentinels), special) for stretch, special in self._split(text)]
+
+    def _split(self, text: str) -> Iterator[tuple[str, int | None]]:
+        """Special tokens in the rendered text are real: none can be read out of a client's string."""
+        bos = self._tokenizer.bos_id
+        if self._tokenizer.add_bos and self._first_special(text) != bos:
+            assert bos is not None, "add_bos without a bos"
+            yield "", bos
+        yield from self._tokenizer.split_special(text)
+
+    def _assemble(self, pieces: Sequence[_Piece], sentinels: Sentinels, recalling: _Recalling | None) -> _Assembly:
         assembly = _Assembly([], [], [], [])
         tokens = assembly.tokens
-        if self._tokenizer.add_bos and self._first_special(text) != self._tokenizer.bos_id:
-            assert self._tokenizer.bos_id is not None, "add_bos without a bos"
-            tokens.append(self._tokenizer.bos_id)
         mark_next = False
-        for stretch, special in self._tokenizer.split_special(text):
-            clean, found = _take_out(stretch, sentinels)
-            ids, positions = self._encode_marked(clean, [at for at, mark in found if mark == sentinels.here])
+        for i, piece in enumerate(pieces):
+            recalled = recalling.of(i) if recalling is not None else None
+            marks = [at for at, mark in piece.found if mark == sentinels.here]
+            ids, positions = self._encode_marked(piece.text, marks, recalled)
             assembly.marks.extend(len(tokens) + position for position in positions)
             tokens += ids
-            mark_next |= any(mark == sentinels.next for _, mark in found)
-            if special is None:
+            mark_next |= any(mark == sentinels.next for _, mark in piece.found)
+            if piece.special is None:
                 break
-            if special in self.role_starts.ids:
+            is_start = piece.special in self.role_starts.ids
+            if is_start:
                 if mark_next:
                     assembly.marks.append(self.role_starts.boundary_at(len(tokens)))
                 mark_next = False
                 assembly.starts.append(len(tokens))
-            elif special in self._openers and (len(clean), sentinels.written) not in found:
+            elif piece.special in self._openers and (len(piece.text), sentinels.written) not in piece.found:
                 assembly.openers.append(len(tokens))
-            tokens.append(special)
+            tokens.append(piece.special)
+            if is_start and recalling is not None:
+                recalling.begin_turn(i + 1, tokens)
         return assembly
 
     def _first_special(self, text: str) -> int | None:

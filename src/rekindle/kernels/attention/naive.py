@@ -1,9 +1,10 @@
 """Attention over paged KV, by definition and as the CPU runs it.
 
-kv of one layer is [pages, 2, PAGE, kv_heads, dim]. A segment attends groups of GROUP pages, in ascending position, and
-merges the groups by their log-sum-exp. Every group is first gathered into memory of its own, so the bits of a result
-depend on tokens, position and length alone: not on the physical pages, not on the other segments. Whoever attends
-pages that lie elsewhere gets the same bits by running the same groups through `attend_partial` and `merge_partials`.
+kv of one layer is [pages, 2, PAGE, kv_heads, row]; rows.py says what a row is. A segment attends groups of GROUP pages,
+in ascending position, and merges the groups by their log-sum-exp. Every group is first gathered into memory of its own,
+so the bits of a result depend on tokens, position and length alone: not on the physical pages, not on the other
+segments. Whoever attends pages that lie elsewhere gets the same bits by running the same groups through
+`attend_partial` and `merge_partials`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rekindle.kernels.attention.rows import from_rows, to_rows
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import PAGE
 
@@ -24,8 +26,8 @@ def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
     """Write k and v [rows, kv_heads, dim] at the positions of their rows."""
     positions = ragged.row_positions.long()
     pages = ragged.tables[ragged.row_segments.long(), positions // PAGE].long()
-    kv[pages, 0, positions % PAGE] = k.to(kv.dtype)
-    kv[pages, 1, positions % PAGE] = v.to(kv.dtype)
+    kv[pages, 0, positions % PAGE] = to_rows(k, kv.dtype)
+    kv[pages, 1, positions % PAGE] = to_rows(v, kv.dtype)
 
 
 def attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float) -> Tensor:
@@ -81,7 +83,7 @@ def attend_partial(
 
 def _gather(kv: Tensor, pages: Tensor, which: int) -> Tensor:
     """Keys (0) or values (1) of the pages, float32 [kv_heads, positions, dim], in memory of their own."""
-    gathered = kv[:, which].index_select(0, pages).float()
+    gathered = from_rows(kv[:, which].index_select(0, pages))
     return gathered.flatten(0, 1).transpose(0, 1)
 
 

@@ -114,7 +114,8 @@ def _launch(
         q, kv, tables, page_positions, starts, row_positions, parts, part_lse, None if split else gate,
         tables.stride(0), tables.shape[1], q.stride(0), q.stride(1),
         0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), rows, splits,
-        scale * 1.4426950408889634, SPLIT=split, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=tile_keys, PAGE=PAGE,
+        scale * 1.4426950408889634,
+        SPLIT=split, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=tile_keys, PAGE=PAGE,
         LEAST=LEAST, PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if split:
@@ -236,8 +237,8 @@ def _attend_kernel(
 
 @triton.jit(do_not_specialize=["table_pages", "rows", "splits"])
 def _merge_kernel(
-    parts, part_lse, out, lse, gate, starts, row_positions, row_segments, table_pages, gate_row, gate_head, rows, splits,
-    HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    parts, part_lse, out, lse, gate, starts, row_positions, row_segments, table_pages, gate_row, gate_head,
+    rows, splits, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)

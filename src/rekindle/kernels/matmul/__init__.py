@@ -79,6 +79,13 @@ def multiply_all(x: Tensor, matrices: list[Matrix]) -> list[Tensor]:
     return [multiply(x, matrix) for matrix in matrices]
 
 
+def gather_rows(matrix: Matrix, ids: Tensor) -> Tensor:
+    """The rows with these numbers, as values [len(ids), in]: how a table that lies on the device is read."""
+    if matrix.packed is None:
+        return matrix.values.index_select(0, ids.long())
+    return naive.packed_values(matrix.packed.rows_at(ids.long()))
+
+
 def swiglu(x: Tensor, gate: Matrix, up: Matrix) -> Tensor:
     """silu(gate x) · (up x): [rows, in] -> [rows, width]."""
     if gate.packed is None or up.packed is None:
@@ -104,6 +111,7 @@ __all__ = [
     "Packed",
     "dense_matrix",
     "expanded",
+    "gather_rows",
     "join_matrices",
     "make_matrix",
     "multiply",

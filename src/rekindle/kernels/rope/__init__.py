@@ -52,7 +52,7 @@ def norm_rope_store(
     ragged: Ragged,
 ) -> Tensor:
     """norm_rope, then store_kv of the turned k and of v; returns the turned q. One launch on a GPU."""
-    if q.is_cuda:
+    if attention.has_kernel(kv):
         from rekindle.kernels.rope import triton
 
         return triton.norm_rope_store(q, k, v, q_weight, k_weight, eps, frequencies, kv, ragged)

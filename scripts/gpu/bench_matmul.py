@@ -1,0 +1,454 @@
+"""Check, then time, the matrix and expert kernels on a GPU, in the shapes of the 27B and 35B-A3B models.
+
+    PYTHONPATH=src:carry python3 scripts/gpu/bench_matmul.py [only these cases ...]
+
+Weights are random. Every timing is a replayed graph of launches over more bytes than the L2 holds. The short table comes
+last (the best variant of each case, with the default's time where another won); all variants go to $OUT/bench_matmul.txt.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rekindle.kernels import matmul, moe
+from rekindle.kernels.matmul import naive
+from rekindle.kernels.matmul import triton as fast
+from rekindle.kernels.matmul.packing import FORMATS, pack
+from rekindle.kernels.matmul.types import Matrix, Packed
+from rekindle.kernels.moe import naive as moe_naive
+from rekindle.kernels.moe import triton as fast_moe
+from rekindle.kernels.moe.types import ExpertStack, SharedExpert
+
+BANDWIDTH = 4.3e12  # bytes a second, copy, as measured on this card
+ROTATED = 300e6  # bytes of distinct weights behind one timing
+COMPILERS = 14
+CUDA = torch.device("cuda")
+BF16 = torch.bfloat16
+OUT = Path(os.environ.get("OUT", "/tmp"))
+
+
+class Variant(NamedTuple):
+    """One way of doing a case. `build` gives the calls to rotate through and the bytes and operations of each."""
+
+    case: str
+    label: str
+    build: Callable[[], tuple[list[Callable[[], object]], float, float]]
+
+
+# ---- data --------------------------------------------------------------------------------------------------------
+
+
+def random_packed(type: str, rows: int, columns: int) -> Packed:
+    """Random codes and integer scales, with factors that make weights of about 1 / sqrt(columns)."""
+    form = FORMATS[type]
+    raw = torch.randint(0, 256, (rows * columns // form.weights, form.nbytes), dtype=torch.uint8, device=CUDA)
+    spread = {"Q4_K": 200, "Q5_K": 400, "Q6_K": 1300, "Q8_0": 74, "Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9, "Q5_1": 9}
+    size = 1 / (columns**0.5 * spread.get(type, 70 if type == "IQ4_NL" else 1200))
+    for start in {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q4_1": [0, 2], "Q5_1": [0, 2]}.get(type, [0]):
+        factors = size * (0.5 + torch.rand(raw.shape[0], 1, device=CUDA))
+        raw[:, start : start + 2] = factors.half().view(torch.uint8)
+    return pack(raw.view(rows, -1), type, columns)
+
+
+@functools.lru_cache(maxsize=4)
+def copies(type: str, rows: int, columns: int, share: int = 1) -> list[Packed]:
+    """Enough distinct matrices to leave the L2 behind; `share` of them are used by one call."""
+    first = random_packed(type, rows, columns)
+    count = max(2, min(16, round(ROTATED / (first.nbytes * share)) + 1)) * share
+    return [first, *(random_packed(type, rows, columns) for _ in range(count - 1))]
+
+
+def drawn(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, device=CUDA, dtype=BF16)
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------
+
+
+def error(out: Tensor, expected: Tensor) -> float:
+    if not bool(out.isfinite().all()):
+        return float("nan")
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+def check(log: Callable[[str], None]) -> None:
+    """Every kernel against the definition, on fresh inputs, twice for the same bits."""
+    worst: dict[str, float] = {}
+
+    def compare(name: str, run: Callable[[], Tensor], expected: Tensor, bound: float) -> None:
+        first, second = run(), run()
+        found = error(first, expected)
+        worst[name] = max(worst.get(name, 0.0), found)
+        if not found < bound or not torch.equal(first, second):
+            log(f"WRONG {name}: error {found:.2e}, bound {bound:.0e}, same bits {torch.equal(first, second)}")
+
+    for type in sorted(FORMATS):
+        weight, other = random_packed(type, 1000, 2304), random_packed(type, 1000, 2304)
+        values, others = naive.packed_values(weight).double(), naive.packed_values(other).double()
+        expanded = fast.expand(weight, torch.full((1000, 2304), float("nan"), device=CUDA))
+        compare(f"{type} expand", lambda e=expanded: e, values, 1e-6)
+        for rows in (1, 2, 16, 17, 64, 100, 200):
+            x = drawn(rows, 2304)
+            wide = x.double()
+            compare(f"{type} multiply", lambda x=x, w=weight: fast.multiply(x, w), wide @ values.T, 6e-3)
+            gated = torch.nn.functional.silu(wide @ values.T) * (wide @ others.T)
+            compare(f"{type} swiglu", lambda x=x, w=weight, o=other: fast.swiglu(x, w, o), gated, 9e-3)
+        x = torch.randn(1, 2304, device=CUDA)
+        compare(f"{type} float32 row", lambda x=x, w=weight: fast.multiply(x, w), x.double() @ values.T, 2e-6)
+    x, residual = drawn(5, 2304), drawn(5, 1000)
+    expected = residual.double() + x.double() @ values.T
+    compare("residual", lambda: fast.multiply(x, weight, residual), expected, 6e-3)
+
+    layer = Layer(("Q4_K", "Q4_K", "Q6_K", "Q6_K"), experts=64)
+    for rows in (1, 3, 8, 40, 1100):
+        h = drawn(rows, 2048)
+        ids, weights = fast_moe.route(h, layer.router, 8)
+        expected_ids, expected_weights = moe_naive.route(h, layer.router, 8)
+        same = (ids == expected_ids).all(1)
+        compare("route", lambda w=weights, s=same: w[s], expected_weights[same].double(), 1e-4)
+        if int(same.sum()) < rows - max(1, rows // 100):  # near ties may fall either way
+            log(f"WRONG route: {int(same.sum())} of {rows} rows agree")
+        expected = layer.expected(h, ids, weights)
+        compare(f"moe {rows} rows", lambda h=h, i=ids, w=weights: layer.run(h, i, w), expected, 1.5e-2)
+        if rows == 8:
+            by_pair = functools.partial(layer.by_pair, h, ids, weights)
+            compare("moe by pair", by_pair, expected, 1.5e-2)
+    log("relative errors, worst of all row counts:")
+    log("  " + ", ".join(f"{name} {value:.1e}" for name, value in worst.items()))
+
+
+# ---- one MoE layer of 35B-A3B ------------------------------------------------------------------------------------
+
+
+class Layer:
+    """Types of gate and up, of down, of the shared gate and up, of the shared down."""
+
+    def __init__(self, types: tuple[str, str, str, str], experts: int = 256) -> None:
+        routed, down, shared, shared_down = types[0], types[2], types[1], types[3]
+        self.gate = ExpertStack((experts, 512, 2048), packed=random_packed(routed, experts * 512, 2048))
+        self.up = ExpertStack((experts, 512, 2048), packed=random_packed(routed, experts * 512, 2048))
+        self.down = ExpertStack((experts, 2048, 512), packed=random_packed(down, experts * 2048, 512))
+        self.shared = SharedExpert(
+            Matrix((512, 2048), packed=random_packed(shared, 512, 2048)),
+            Matrix((512, 2048), packed=random_packed(shared, 512, 2048)),
+            Matrix((2048, 512), packed=random_packed(shared_down, 2048, 512)),
+            torch.randn(2048, device=CUDA) / 45,
+        )
+        self.router = torch.randn(experts, 2048, device=CUDA) / 20
+
+    def run(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return moe.moe(h, ids, weights, self.gate, self.up, self.down, self.shared)
+
+    def by_pair(self, h: Tensor, ids: Tensor, weights: Tensor, **tiles: fast_moe.PairConfig) -> Tensor:
+        shared = self.shared
+        assert shared.gate.packed is not None, "the shared expert is packed"
+        assert shared.up.packed is not None, "the shared expert is packed"
+        assert shared.down.packed is not None, "the shared expert is packed"
+        quad = shared.gate.packed, shared.up.packed, shared.down.packed, shared.scale
+        planes = self.gate.planes, self.up.planes, self.down.planes
+        return fast_moe.by_pair(h, ids, weights, *planes, 512, quad, None, **tiles)
+
+    def by_group(
+        self, h: Tensor, ids: Tensor, weights: Tensor, expanding: bool, **tiles: fast_moe.GroupConfig
+    ) -> Tensor:
+        return fast_moe.by_group(
+            h, ids, weights, self.gate, self.up, self.down, self.shared, None, expanding, **tiles
+        )  # fmt: skip
+
+    def expected(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Expert by expert in float64."""
+        gate, up, down = (
+            naive.packed_values(s.planes).view(s.shape) for s in (self.gate, self.up, self.down)
+        )  # fmt: skip
+        total = torch.zeros(h.shape, dtype=torch.float64, device=CUDA)
+        for expert in ids.unique().tolist():
+            row, place = torch.nonzero(ids == expert, as_tuple=True)
+            x = h[row].double()
+            inner = torch.nn.functional.silu(x @ gate[expert].double().T) * (x @ up[expert].double().T)
+            total.index_add_(0, row, weights[row, place].double()[:, None] * (inner @ down[expert].double().T))
+        shared = [
+            naive.packed_values(m.packed) for m in (self.shared.gate, self.shared.up, self.shared.down) if m.packed
+        ]
+        return total + moe_naive.shared_expert(h, *shared, self.shared.scale).double()
+
+    def nbytes(self, experts: float) -> float:
+        each = sum(s.nbytes for s in (self.gate, self.up, self.down)) / self.gate.experts
+        return experts * each + sum(m.nbytes for m in (self.shared.gate, self.shared.up, self.shared.down))
+
+
+@functools.lru_cache(maxsize=1)
+def layer() -> Layer:
+    return Layer(("Q4_K", "Q4_K", "Q6_K", "Q6_K"))
+
+
+@functools.lru_cache(maxsize=2)
+def routed_inputs(rows: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Several batches with their own choices of experts."""
+    count = 16 if rows < 64 else 4 if rows < 1024 else 2
+    inputs = [drawn(rows, 2048) for _ in range(count)]
+    return [(h, *fast_moe.route(h, layer().router, 8)) for h in inputs]
+
+
+# ---- cases -------------------------------------------------------------------------------------------------------
+
+ROW_TILES = [(4, 32, 1), (8, 32, 1), (2, 32, 1), (4, 64, 2), (8, 64, 2), (4, 128, 4)]
+ROWS_TILES = [(64, 4, 0, 4, 3), (64, 8, 0, 4, 3), (64, 4, 0, 4, 5), (128, 4, 0, 8, 3), (32, 8, 0, 4, 3)]
+EXPAND_TILES = [(8, 32, 4), (4, 32, 4), (16, 8, 4), (2, 32, 2)]
+UP_PAIRS = [(8, 2), (4, 2), (8, 1), (16, 2), (4, 1)]
+DOWN_PAIRS = [(4, 4), (8, 4), (2, 4), (4, 2)]
+GROUPS = [(64, 4, 4, 3), (64, 2, 4, 4), (128, 4, 8, 3), (32, 8, 4, 3)]  # outputs, blocks, warps, stages
+
+
+def row_case(case: str, parts: list[tuple[str, int]], columns: int) -> Iterator[Variant]:
+    """One row through one or several matrices in one launch."""
+
+    def build(tile: fast.RowConfig) -> tuple[list[Callable[[], object]], float, float]:
+        sets = [copies(type, out, columns) for type, out in parts]
+        count = max(len(each) for each in sets)
+        x = drawn(1, columns)
+        calls = [
+            functools.partial(fast._row_launch, x, [each[i % len(each)] for each in sets], None, tile)
+            for i in range(count)
+        ]  # fmt: skip
+        return calls, sum(each[0].nbytes for each in sets), 2.0 * columns * sum(out for _, out in parts)
+
+    for tile in ROW_TILES:
+        yield Variant(case, str(tile), functools.partial(build, fast.RowConfig(*tile)))
+
+
+def swiglu_row_case(case: str, type: str, width: int, columns: int) -> Iterator[Variant]:
+    def build(tile: fast.RowConfig) -> tuple[list[Callable[[], object]], float, float]:
+        every = copies(type, width, columns, 2)
+        x = drawn(1, columns)
+        calls = [
+            functools.partial(fast.swiglu_row, x, every[i], every[i + 1], tile) for i in range(0, len(every), 2)
+        ]  # fmt: skip
+        return calls, 2 * every[0].nbytes, 4.0 * width * columns
+
+    for tile in ROW_TILES:
+        yield Variant(case, str(tile), functools.partial(build, fast.RowConfig(*tile)))
+
+
+def rows_case(case: str, type: str, out: int, columns: int, rows: int, paired: bool = False) -> Iterator[Variant]:
+    def build(tile: fast.RowsConfig) -> tuple[list[Callable[[], object]], float, float]:
+        every = copies(type, out, columns, 1 + paired)
+        x = drawn(rows, columns)
+        step = 1 + paired
+        calls = [
+            functools.partial(fast.few_rows, x, every[i], every[i + 1] if paired else None, None, tile)
+            for i in range(0, len(every), step)
+        ]  # fmt: skip
+        return calls, step * every[0].nbytes, 2.0 * step * rows * out * columns
+
+    for tile in ROWS_TILES:
+        yield Variant(f"{case} x{rows}", str(tile), functools.partial(build, fast.RowsConfig(*tile)))
+
+
+def many_case(case: str, type: str, out: int, columns: int, rows: int) -> Iterator[Variant]:
+    def build(run: Callable[[Tensor, Packed], Tensor]) -> tuple[list[Callable[[], object]], float, float]:
+        every = copies(type, out, columns)[:3]
+        x = drawn(rows, columns)
+        calls: list[Callable[[], object]] = [functools.partial(run, x, weight) for weight in every]
+        return calls, every[0].nbytes, 2.0 * rows * out * columns
+
+    yield Variant(f"{case} x{rows}", "expand + library", functools.partial(build, fast.many_rows))
+    if rows <= 512:
+        yield Variant(f"{case} x{rows}", "tiles", functools.partial(build, fast.few_rows))
+
+
+def expand_case(case: str, type: str, out: int, columns: int) -> Iterator[Variant]:
+    def build(tile: fast.ExpandConfig) -> tuple[list[Callable[[], object]], float, float]:
+        every = copies(type, out, columns)
+        values = torch.empty(out, columns, dtype=BF16, device=CUDA)
+        calls = [functools.partial(fast.expand, weight, values, tile) for weight in every]
+        return calls, every[0].nbytes + values.nbytes, 0.0
+
+    for tile in EXPAND_TILES:
+        yield Variant(case, str(tile), functools.partial(build, fast.ExpandConfig(*tile)))
+
+
+def moe_case(rows: int, label: str, run: Callable[[Tensor, Tensor, Tensor], object]) -> Variant:
+    def build() -> tuple[list[Callable[[], object]], float, float]:
+        inputs = routed_inputs(rows)
+        distinct = statistics.mean(ids.unique().numel() for _, ids, _ in inputs)
+        calls: list[Callable[[], object]] = [functools.partial(run, *each) for each in inputs]
+        return calls, layer().nbytes(distinct), rows * 9 * 6.0 * 512 * 2048
+
+    return Variant(f"moe x{rows}", label, build)
+
+
+def pair_variants(rows: int) -> Iterator[Variant]:
+    up, down = fast_moe.UP_PAIRS, fast_moe.DOWN_PAIRS
+    tiles = [(fast_moe.PairConfig(*u), down) for u in UP_PAIRS] + [
+        (up, fast_moe.PairConfig(*d)) for d in DOWN_PAIRS[1:]
+    ]
+    for u, d in tiles if rows == 1 else tiles[:1]:
+
+        def run(h: Tensor, i: Tensor, w: Tensor, u: fast_moe.PairConfig = u, d: fast_moe.PairConfig = d) -> Tensor:
+            return layer().by_pair(h, i, w, up_tile=u, down_tile=d)
+
+        yield moe_case(rows, f"pairs {tuple(u)} {tuple(d)}", run)
+
+
+def group_variants(rows: int, expanding: bool) -> Iterator[Variant]:
+    density = -(-2 * rows * 8 // 256)
+    for out, blocks, warps, stages in GROUPS if not expanding else [(128, 2, 8, 3), (128, 1, 8, 4)]:
+        pairs = 128 if expanding else fast_moe._pairs_tile(density)
+        tile = fast_moe.GroupConfig(out, pairs, blocks, warps, stages)
+
+        def run(h: Tensor, i: Tensor, w: Tensor, tile: fast_moe.GroupConfig = tile) -> Tensor:
+            return layer().by_group(h, i, w, expanding, up_tile=tile, down_tile=tile)
+
+        yield moe_case(rows, f"{'expanded' if expanding else 'groups'} {tuple(tile)}", run)
+
+
+def route_case(rows: int) -> Iterator[Variant]:
+    def build() -> tuple[list[Callable[[], object]], float, float]:
+        calls: list[Callable[[], object]] = [
+            functools.partial(fast_moe.route, h, layer().router, 8) for h, _, _ in routed_inputs(rows)
+        ]
+        return calls, 256 * 2048 * 4.0, 2.0 * rows * 256 * 2048
+
+    yield Variant(f"route x{rows}", "default", build)
+
+
+def cases() -> Iterator[Variant]:
+    yield from swiglu_row_case("27B gate+up 2x17408,5120 Q4_K", "Q4_K", 17408, 5120)
+    yield from row_case("27B down 5120,17408 Q4_K", [("Q4_K", 5120)], 17408)
+    yield from row_case("27B down 5120,17408 Q6_K", [("Q6_K", 5120)], 17408)
+    yield from row_case(
+        "27B delta in 16480,5120 Q4_K", [("Q4_K", 10240), ("Q4_K", 6144), ("Q4_K", 48), ("Q4_K", 48)], 5120
+    )
+    yield from row_case("27B attn in 14336,5120 Q4_K+Q6_K", [("Q4_K", 12288), ("Q4_K", 1024), ("Q6_K", 1024)], 5120)
+    yield from row_case("27B out 5120,6144 Q4_K", [("Q4_K", 5120)], 6144)
+    yield from row_case("27B head 248320,5120 Q6_K", [("Q6_K", 248320)], 5120)
+    yield from row_case(
+        "35B delta in 12352,2048 Q4_K", [("Q4_K", 8192), ("Q4_K", 4096), ("Q4_K", 32), ("Q4_K", 32)], 2048
+    )
+    yield from row_case("35B out 2048,4096 Q4_K", [("Q4_K", 2048)], 4096)
+    for rows in (2, 16, 64):
+        yield from rows_case("27B gate+up 2x17408,5120 Q4_K", "Q4_K", 17408, 5120, rows, paired=True)
+        yield from rows_case("27B down 5120,17408 Q6_K", "Q6_K", 5120, 17408, rows)
+    yield from rows_case("27B down 5120,17408 Q4_K", "Q4_K", 5120, 17408, 16)
+    yield from rows_case("27B out 5120,6144 Q4_K", "Q4_K", 5120, 6144, 16)
+    yield from rows_case("27B head 248320,5120 Q6_K", "Q6_K", 248320, 5120, 16)
+    yield from rows_case("35B delta in 8192,2048 Q4_K", "Q4_K", 8192, 2048, 8)
+    yield from expand_case("expand 17408,5120 Q4_K", "Q4_K", 17408, 5120)
+    yield from expand_case("expand 5120,17408 Q6_K", "Q6_K", 5120, 17408)
+    for rows in (96, 128, 256, 512, 4096):
+        yield from many_case("27B up 17408,5120 Q4_K", "Q4_K", 17408, 5120, rows)
+    for rows in (1, 8):
+        yield from route_case(rows)
+    for rows in (1, 2, 4, 8):
+        yield from pair_variants(rows)
+    for rows in (2, 4, 8, 32, 64, 256, 1024, 4096):
+        yield from group_variants(rows, expanding=False)
+    for rows in (512, 1024, 4096):
+        yield from group_variants(rows, expanding=True)
+
+
+# ---- timing ------------------------------------------------------------------------------------------------------
+
+
+def microseconds(calls: list[Callable[[], object]]) -> float:
+    """Median time of one call, from replays of a graph that runs all of them in turn."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    calls[0]()
+    torch.cuda.synchronize()
+    alone = time.perf_counter() - begin
+    rounds = max(1, min(8, int(2e-3 / max(alone * len(calls), 1e-5))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(9):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / (rounds * len(calls)))
+    return statistics.median(times)
+
+
+def line(case: str, label: str, micros: float, nbytes: float, operations: float) -> str:
+    speed = nbytes / (micros * 1e-6)
+    return (
+        f"{case:36s} {label:28s} {micros:9.1f} us {speed / 1e9:6.0f} GB/s {100 * speed / BANDWIDTH:5.1f}% "
+        f"{operations / micros / 1e6:6.1f} TF"
+    )
+
+
+def compile_share(index: int, total: int, wanted: list[str]) -> None:
+    """Run every total-th variant once, so that its kernel lands in the cache on disk."""
+    for at, variant in enumerate(selected(wanted)):
+        if at % total == index:
+            variant.build()[0][0]()
+            torch.cuda.synchronize()
+
+
+def selected(wanted: list[str]) -> list[Variant]:
+    return [v for v in cases() if not wanted or any(word in v.case for word in wanted)]
+
+
+def compile_all(wanted: list[str]) -> None:
+    command = [sys.executable, __file__, "--compile"]
+    jobs = [subprocess.Popen([*command, str(i), str(COMPILERS), *wanted]) for i in range(COMPILERS)]
+    failed = [job.args for job in jobs if job.wait() != 0]
+    print(f"compilers that failed: {failed}" if failed else "all kernels compiled")
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--compile"]:
+        compile_share(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+        return
+    wanted = sys.argv[1:]
+    begin = time.perf_counter()
+    full = (OUT / "bench_matmul.txt").open("w")
+
+    def log(text: str) -> None:
+        print(text, flush=True)
+        print(text, file=full, flush=True)
+
+    torch.manual_seed(time.time_ns() % 2**31)
+    log(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    compile_all(wanted)
+    log(f"compiled after {time.perf_counter() - begin:.0f} s")
+    check(log)
+    log(f"checked after {time.perf_counter() - begin:.0f} s")
+    results: dict[str, list[tuple[float, str, float, float]]] = {}
+    for variant in selected(wanted):
+        try:
+            calls, nbytes, operations = variant.build()
+            micros = microseconds(calls)
+        except (RuntimeError, torch.OutOfMemoryError) as problem:  # one variant too large for the card ends no run
+            log(f"{variant.case} {variant.label} FAILED: {str(problem)[:200]}")
+            continue
+        print(line(variant.case, variant.label, micros, nbytes, operations), file=full, flush=True)
+        results.setdefault(variant.case, []).append((micros, variant.label, nbytes, operations))
+    log(f"timed after {time.perf_counter() - begin:.0f} s; best of each case, then the first variant's time:")
+    for case, found in results.items():
+        best = min(found)
+        log(line(case, best[1], *(best[0], best[2], best[3])) + f"  ({found[0][0]:.1f})")
+
+
+if __name__ == "__main__":
+    main()
