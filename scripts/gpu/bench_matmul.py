@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:carry python3 scripts/gpu/bench_matmul.py [only these cases ...]
 
-Weights are random. Every timing is a replayed graph of launches over more bytes than the L2 holds. The short table comes
-last (the best variant of each case, with the default's time where another won); all variants go to $OUT/bench_matmul.txt.
+Weights are random. Every timing is a replayed graph of launches over more bytes than the L2 holds. The short table
+comes last (the best variant of each case, and in brackets the time of the first); all go to $OUT/bench_matmul.txt.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rekindle.kernels import matmul, moe
+from rekindle.kernels import moe
 from rekindle.kernels.matmul import naive
 from rekindle.kernels.matmul import triton as fast
 from rekindle.kernels.matmul.packing import FORMATS, pack
@@ -38,12 +38,15 @@ BF16 = torch.bfloat16
 OUT = Path(os.environ.get("OUT", "/tmp"))
 
 
+Built = tuple[Sequence[Callable[[], object]], float, float]  # calls to rotate through; bytes, operations of each
+
+
 class Variant(NamedTuple):
-    """One way of doing a case. `build` gives the calls to rotate through and the bytes and operations of each."""
+    """One way of doing a case."""
 
     case: str
     label: str
-    build: Callable[[], tuple[list[Callable[[], object]], float, float]]
+    build: Callable[[], Built]
 
 
 # ---- data --------------------------------------------------------------------------------------------------------
@@ -110,7 +113,7 @@ def check(log: Callable[[str], None]) -> None:
     expected = residual.double() + x.double() @ values.T
     compare("residual", lambda: fast.multiply(x, weight, residual), expected, 6e-3)
 
-    layer = Layer(("Q4_K", "Q4_K", "Q6_K", "Q6_K"), experts=64)
+    layer = Layer(experts=64)
     for rows in (1, 3, 8, 40, 1100):
         h = drawn(rows, 2048)
         ids, weights = fast_moe.route(h, layer.router, 8)
@@ -132,10 +135,11 @@ def check(log: Callable[[str], None]) -> None:
 
 
 class Layer:
-    """Types of gate and up, of down, of the shared gate and up, of the shared down."""
+    """Experts of the usual mix: gate and up in Q4_K, down in Q6_K."""
 
-    def __init__(self, types: tuple[str, str, str, str], experts: int = 256) -> None:
-        routed, down, shared, shared_down = types[0], types[2], types[1], types[3]
+    def __init__(self, experts: int = 256) -> None:
+        routed = shared = "Q4_K"
+        down = shared_down = "Q6_K"
         self.gate = ExpertStack((experts, 512, 2048), packed=random_packed(routed, experts * 512, 2048))
         self.up = ExpertStack((experts, 512, 2048), packed=random_packed(routed, experts * 512, 2048))
         self.down = ExpertStack((experts, 2048, 512), packed=random_packed(down, experts * 2048, 512))
@@ -189,7 +193,7 @@ class Layer:
 
 @functools.lru_cache(maxsize=1)
 def layer() -> Layer:
-    return Layer(("Q4_K", "Q4_K", "Q6_K", "Q6_K"))
+    return Layer()
 
 
 @functools.lru_cache(maxsize=2)
@@ -202,7 +206,7 @@ def routed_inputs(rows: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 # ---- cases -------------------------------------------------------------------------------------------------------
 
-ROW_TILES = [(4, 32, 1), (8, 32, 1), (2, 32, 1), (4, 64, 2), (8, 64, 2), (4, 128, 4)]
+ROW_TILES = [(4, 32, 1), (8, 32, 1), (4, 64, 2), (8, 64, 2), (4, 128, 4), (2, 128, 4)]
 ROWS_TILES = [(64, 4, 0, 4, 3), (64, 8, 0, 4, 3), (64, 4, 0, 4, 5), (128, 4, 0, 8, 3), (32, 8, 0, 4, 3)]
 EXPAND_TILES = [(8, 32, 4), (4, 32, 4), (16, 8, 4), (2, 32, 2)]
 UP_PAIRS = [(8, 2), (4, 2), (8, 1), (16, 2), (4, 1)]
@@ -213,12 +217,12 @@ GROUPS = [(64, 4, 4, 3), (64, 2, 4, 4), (128, 4, 8, 3), (32, 8, 4, 3)]  # output
 def row_case(case: str, parts: list[tuple[str, int]], columns: int) -> Iterator[Variant]:
     """One row through one or several matrices in one launch."""
 
-    def build(tile: fast.RowConfig) -> tuple[list[Callable[[], object]], float, float]:
+    def build(tile: fast.RowConfig) -> Built:
         sets = [copies(type, out, columns) for type, out in parts]
         count = max(len(each) for each in sets)
         x = drawn(1, columns)
         calls = [
-            functools.partial(fast._row_launch, x, [each[i % len(each)] for each in sets], None, tile)
+            functools.partial(fast.launch_row, x, [each[i % len(each)] for each in sets], None, tile)
             for i in range(count)
         ]  # fmt: skip
         return calls, sum(each[0].nbytes for each in sets), 2.0 * columns * sum(out for _, out in parts)
@@ -228,7 +232,7 @@ def row_case(case: str, parts: list[tuple[str, int]], columns: int) -> Iterator[
 
 
 def swiglu_row_case(case: str, type: str, width: int, columns: int) -> Iterator[Variant]:
-    def build(tile: fast.RowConfig) -> tuple[list[Callable[[], object]], float, float]:
+    def build(tile: fast.RowConfig) -> Built:
         every = copies(type, width, columns, 2)
         x = drawn(1, columns)
         calls = [
@@ -241,7 +245,7 @@ def swiglu_row_case(case: str, type: str, width: int, columns: int) -> Iterator[
 
 
 def rows_case(case: str, type: str, out: int, columns: int, rows: int, paired: bool = False) -> Iterator[Variant]:
-    def build(tile: fast.RowsConfig) -> tuple[list[Callable[[], object]], float, float]:
+    def build(tile: fast.RowsConfig) -> Built:
         every = copies(type, out, columns, 1 + paired)
         x = drawn(rows, columns)
         step = 1 + paired
@@ -256,10 +260,10 @@ def rows_case(case: str, type: str, out: int, columns: int, rows: int, paired: b
 
 
 def many_case(case: str, type: str, out: int, columns: int, rows: int) -> Iterator[Variant]:
-    def build(run: Callable[[Tensor, Packed], Tensor]) -> tuple[list[Callable[[], object]], float, float]:
+    def build(run: Callable[[Tensor, Packed], Tensor]) -> Built:
         every = copies(type, out, columns)[:3]
         x = drawn(rows, columns)
-        calls: list[Callable[[], object]] = [functools.partial(run, x, weight) for weight in every]
+        calls = [functools.partial(run, x, weight) for weight in every]
         return calls, every[0].nbytes, 2.0 * rows * out * columns
 
     yield Variant(f"{case} x{rows}", "expand + library", functools.partial(build, fast.many_rows))
@@ -268,7 +272,7 @@ def many_case(case: str, type: str, out: int, columns: int, rows: int) -> Iterat
 
 
 def expand_case(case: str, type: str, out: int, columns: int) -> Iterator[Variant]:
-    def build(tile: fast.ExpandConfig) -> tuple[list[Callable[[], object]], float, float]:
+    def build(tile: fast.ExpandConfig) -> Built:
         every = copies(type, out, columns)
         values = torch.empty(out, columns, dtype=BF16, device=CUDA)
         calls = [functools.partial(fast.expand, weight, values, tile) for weight in every]
@@ -279,10 +283,10 @@ def expand_case(case: str, type: str, out: int, columns: int) -> Iterator[Varian
 
 
 def moe_case(rows: int, label: str, run: Callable[[Tensor, Tensor, Tensor], object]) -> Variant:
-    def build() -> tuple[list[Callable[[], object]], float, float]:
+    def build() -> Built:
         inputs = routed_inputs(rows)
         distinct = statistics.mean(ids.unique().numel() for _, ids, _ in inputs)
-        calls: list[Callable[[], object]] = [functools.partial(run, *each) for each in inputs]
+        calls = [functools.partial(run, *each) for each in inputs]
         return calls, layer().nbytes(distinct), rows * 9 * 6.0 * 512 * 2048
 
     return Variant(f"moe x{rows}", label, build)
@@ -314,10 +318,8 @@ def group_variants(rows: int, expanding: bool) -> Iterator[Variant]:
 
 
 def route_case(rows: int) -> Iterator[Variant]:
-    def build() -> tuple[list[Callable[[], object]], float, float]:
-        calls: list[Callable[[], object]] = [
-            functools.partial(fast_moe.route, h, layer().router, 8) for h, _, _ in routed_inputs(rows)
-        ]
+    def build() -> Built:
+        calls = [functools.partial(fast_moe.route, h, layer().router, 8) for h, _, _ in routed_inputs(rows)]
         return calls, 256 * 2048 * 4.0, 2.0 * rows * 256 * 2048
 
     yield Variant(f"route x{rows}", "default", build)
@@ -361,7 +363,7 @@ def cases() -> Iterator[Variant]:
 # ---- timing ------------------------------------------------------------------------------------------------------
 
 
-def microseconds(calls: list[Callable[[], object]]) -> float:
+def microseconds(calls: Sequence[Callable[[], object]]) -> float:
     """Median time of one call, from replays of a graph that runs all of them in turn."""
     for call in calls[:2]:
         call()

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-
 DRAWN = -1  # stands for the token that was drawn last for the slot and that the host has not seen yet
 
 

@@ -55,6 +55,21 @@ def test_the_longest_published_prefix_is_found_and_never_one_longer_than_the_pro
             hit.release()
 
 
+def test_what_followed_a_prefix_is_known_after_a_restart_too(model: PaperModel, disk: DiskStore) -> None:
+    cache = PrefixCache(PLENTY, disk)
+    assert cache.continuations([], 10) == cache.continuations(run(5), 10) == []
+    cache.publish(model.snapshot(run(100)), END)
+    cache.publish(model.snapshot([*run(50), 7, 8]), END)
+    for _ in range(2):
+        assert cache.continuations(run(95), 99)[0] == [95, 96, 97, 98, 99]
+        assert {tuple(found) for found in cache.continuations(run(50), 3)} == {(7, 8), (50, 51, 52)}
+        assert cache.continuations([*run(50), 7, 8], 3) == []
+        assert cache.continuations([*run(50), 9], 3) == []
+        cache.close()
+        cache = again(disk)
+    cache.close()
+
+
 def test_a_prompt_may_be_a_tuple(model: PaperModel) -> None:
     cache = PrefixCache(PLENTY)
     cache.publish(model.snapshot(run(50)), MESSAGE)

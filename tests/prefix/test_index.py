@@ -57,6 +57,15 @@ class IndexAgainstALongList(RuleBasedStateMachine):
         changed = self.index.evict(entry, tier)
         assert {changed} - {None} == self._leaves(tier) - leaf_before, "who has become a leaf is reported"
 
+    @rule(prompt=runs, longest=st.integers(1, 9))
+    def go_on(self, prompt: list[int], longest: int) -> None:
+        keys = [[k for t, k in self.published if t is tier and k[: len(prompt)] == tuple(prompt)] for tier in Tier]
+        rests = [k[len(prompt) : len(prompt) + longest] for of_tier in keys for k in of_tier if len(k) > len(prompt)]
+        found = {tuple(run.tolist()) for run in self.index.below(ids(prompt), longest, count=1000)}
+        assert found <= set(rests), "only what was published behind exactly these tokens"
+        for rest in rests:
+            assert any(run[: len(rest)] == rest for run in found), "and all of it"
+
     @rule(prompt=runs)
     def look_up(self, prompt: list[int]) -> None:
         walk = self.index.walk(ids(prompt))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 
 def chunk_end(position: int, stop: int, grid: int, cuts: Sequence[int]) -> int:
@@ -25,4 +26,4 @@ def chunks(start: int, stop: int, grid: int, cuts: Sequence[int]) -> list[tuple[
     edges = [start]
     while edges[-1] < stop:
         edges.append(chunk_end(edges[-1], stop, grid, cuts))
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Sequential
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -64,7 +63,7 @@ class EngineStatus:
 
 
 class Engine:
-    """Owns the live sequences. Everything below `_run` happens on one thread; `submit` and `cancel` may be called from any."""
+    """Owns the live sequences. All below `_run` happens on one thread; `submit` and `cancel` may come from any."""
 
     def __init__(self, pipeline: Pipeline, prefixes: PrefixCache, settings: EngineSettings) -> None:
         self.pipeline = pipeline
@@ -305,7 +304,7 @@ class Engine:
         return -(-positions // PAGE) <= self.pipeline.pages().free or not self._running
 
     def _launch(self) -> bool:
-        """Hand one batch to the pipeline. False when there is nothing to run, or nothing that fits until others settle."""
+        """Hand one batch to the pipeline. False when nothing is to be run, or nothing fits until others settle."""
         reserved = sum(_pages_in_flight(flight) for flight in self._flights)
         free = self.pipeline.pages().free - reserved
         short = False
@@ -353,7 +352,7 @@ class Engine:
         return Ahead(last.drawn.tokens, tuple(rows), tuple(last.drawing.index(owner) for owner in waiting))
 
     def _set_aside_youngest(self) -> None:
-        """Pages are short: the youngest sequence leaves its slot with all its state and comes back when there is room."""
+        """Pages are short: the youngest sequence leaves its slot with all its state, and returns when there is room."""
         victim = max(self._running, key=lambda s: s.submitted_at)
         parts = self.pipeline.capture(victim.slot).result()
         victim.parked = Snapshot(
@@ -450,7 +449,7 @@ class Engine:
             return
         completion_tokens = sequence.answer_length + (stop_token is not None)
         if sequence.in_flight:
-            # A step was handed over ahead and consumes the last token, the stop token too: it is part of the state's key.
+            # A step handed over ahead consumes the last token, even a stop token: it is part of the state's key.
             sequence.phase = Phase.ENDING
             sequence.tokens += [stop_token] if stop_token is not None else []
         elif sequence.phase is Phase.DECODE and reason is not FinishReason.CANCELLED:

@@ -40,9 +40,7 @@ class Flight:
         self.batch = batch
         self.owners = owners
         self.output = output
-        self.drawing = [
-            owner for segment, owner in zip(batch.segments, owners, strict=True) if _draws(segment, owner)
-        ]
+        self.drawing = [owner for segment, owner in zip(batch.segments, owners, strict=True) if _draws(segment, owner)]
         self.drawn: Drawn | None = None
 
     def draw(self) -> None:

@@ -72,7 +72,7 @@ class Publisher:
             log.warning("the state at %d tokens could not be captured: %s", pending.position, error)
             return True
         if pending.logits is None:
-            # Either the forward that reaches the boundary has not come back, or it failed and the state is not to be trusted.
+            # The forward that reaches the boundary is not back yet; or it failed, and the state is not to be trusted.
             return pending.sequence.phase is Phase.ENDED
         snapshot = Snapshot(pending.tokens, pending.parts.result(), pending.logits, self._grid, pending.stretches)
         self._prefixes.publish(snapshot, pending.kind)

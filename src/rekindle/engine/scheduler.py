@@ -75,7 +75,9 @@ class Scheduler:
 
 def _decode_row(sequence: Sequence) -> Segment:
     known = sequence.position < len(sequence.tokens)
-    return Segment(sequence.slot, sequence.position, (sequence.tokens[sequence.position] if known else DRAWN,), Wanted.LAST)
+    return Segment(
+        sequence.slot, sequence.position, (sequence.tokens[sequence.position] if known else DRAWN,), Wanted.LAST
+    )
 
 
 def _chunk(sequence: Sequence, end: int) -> Segment:

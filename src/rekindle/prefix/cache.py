@@ -22,6 +22,8 @@ from rekindle.snapshots.memory import MemoryStore
 from rekindle.snapshots.types import Snapshot
 from rekindle.snapshots.writer import DiskWriter, Save
 
+CONTINUATIONS = 8  # that are named for one prefix; more answers than that to one prompt are hardly kept
+
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
@@ -157,6 +159,15 @@ class PrefixCache:
         with self._lock:
             usable = (e for e in self._index.walk(prompt).candidates if e.position < len(prompt) or e.has_logits)
             return max((entry.position for entry in usable), default=0)
+
+    def continuations(self, tokens: Sequence[int] | np.ndarray, longest: int) -> list[list[int]]:
+        """Runs of at most `longest` tokens that published prefixes have behind exactly these, newest first.
+
+        Nothing is loaded, pinned or counted.
+        """
+        prompt = np.asarray(tokens, dtype=np.int32)
+        with self._lock:
+            return [run.tolist() for run in self._index.below(prompt, longest, CONTINUATIONS)]
 
     @staticmethod
     def _explain(hit: Hit | None, hurdle: Miss | None, walk: Walk, length: int) -> Miss | None:

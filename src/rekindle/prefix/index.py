@@ -51,6 +51,30 @@ class Radix:
                 return Path(tuple(entries), node.depth + shared, int(child.edge[shared]))
             node = child
 
+    def below(self, tokens: np.ndarray, longest: int, count: int) -> list[np.ndarray]:
+        """Runs of at most `longest` tokens that the tree has behind exactly these; `count` of them, newest first."""
+        node, inside = self.root, 0  # tokens end `inside` tokens before the end of the node's edge
+        while node.depth < len(tokens):
+            self.steps += 1
+            child = node.children.get(int(tokens[node.depth]))
+            if child is None:
+                return []
+            shared = common(child.edge, tokens[node.depth :])
+            inside = len(child.edge) - shared
+            if inside and node.depth + shared < len(tokens):
+                return []
+            node = child
+        runs: list[np.ndarray] = []
+        open_runs = [(node, node.edge[len(node.edge) - inside :])]
+        while open_runs and len(runs) < count:
+            self.steps += 1
+            node, run = open_runs.pop()
+            if len(run) >= longest or not node.children:
+                runs += [run[:longest]] if len(run) else []
+            else:
+                open_runs += ((child, np.concatenate([run, child.edge])) for child in node.children.values())
+        return runs
+
     def insert(self, tokens: np.ndarray) -> Node:
         """The node that ends exactly at `tokens`, made if need be."""
         node = self.root
@@ -130,6 +154,10 @@ class PrefixIndex:
         if seen is None and ram.depth == disk.depth:
             seen = disk.seen
         return Walk(tuple(both), further.depth, seen)
+
+    def below(self, tokens: np.ndarray, longest: int, count: int) -> list[np.ndarray]:
+        """What either tree has behind exactly these tokens; RAM's first, since it is newer or the same."""
+        return [run for tier in Tier for run in self.trees[tier].below(tokens, longest, count)][:count]
 
     def find(self, tokens: np.ndarray) -> Entry | None:
         """The entry published under exactly these tokens."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-import queue
+import select
+import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import zmq
@@ -26,8 +30,15 @@ log = logging.getLogger(__name__)
 
 _PATIENCE = 4.0  # seconds
 
-Send = Callable[[Sequence[bytes | memoryview]], None]
 Tensors = dict[str, torch.Tensor]
+
+
+class Wire(Protocol):
+    """The shard's socket, as a worker sees it."""
+
+    def fileno(self) -> int: ...
+    def read(self) -> None: ...
+    def send(self, message: Sequence[bytes | memoryview]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +52,7 @@ class Prepared:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One head and the stage it holds. The socket thread writes `heard` and `alive`, the worker all the rest."""
+    """One head and the stage it holds. Whoever reads writes `heard` and `alive`, the worker all the rest."""
 
     id: bytes
     host: StageHost
@@ -53,17 +64,23 @@ class Session:
 
 
 class StageHost:
-    def __init__(self, name: str, stage: Stage, terms: Terms, send: Send, limits: Limits) -> None:
+    def __init__(self, name: str, stage: Stage, terms: Terms, wire: Wire, limits: Limits) -> None:
         self.name = name
         self.stage = stage
         self.terms = terms
-        self.session: Session | None = None  # who holds the stage; belongs to the socket thread
+        self.session: Session | None = None  # who holds the stage; belongs to whoever reads the wire
         self._limits = limits
-        self._send = send
-        self._line: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._wire = wire
+        self._line: deque[Callable[[], None] | None] = deque()
+        self._alarm, self._bell = socket.socketpair()  # rings when somebody else puts work in line
+        self._alarm.setblocking(False)
+        self._bell.setblocking(False)
         self._thread = threading.Thread(target=self._work, name=f"shard stage {name}", daemon=True)
 
     def start(self) -> None:
+        self._waiter = select.poll()
+        self._waiter.register(self._wire, select.POLLIN)
+        self._waiter.register(self._alarm, select.POLLIN)
         self._thread.start()
 
     def stop(self) -> None:
@@ -71,23 +88,39 @@ class StageHost:
         if self._thread.ident is None:
             self.stage.stop()
             return
-        self._line.put(None)
+        self._put(None)
         self._thread.join(_PATIENCE)
         if self._thread.is_alive():
             log.warning("stage %r is still at work after %g s: left behind", self.name, _PATIENCE)
 
     def put(self, session: Session, header: Header, parts: Sequence[zmq.Frame]) -> None:
-        self._line.put(lambda: self._answer(session, header, parts))
+        self._put(lambda: self._answer(session, header, parts))
 
     def put_end(self, session: Session, goodbye: int | None) -> None:
-        self._line.put(lambda: self._end(session, goodbye))
+        self._put(lambda: self._end(session, goodbye))
+
+    def _put(self, work: Callable[[], None] | None) -> None:
+        self._line.append(work)
+        if threading.current_thread() is not self._thread:
+            with suppress(BlockingIOError):  # it rings already
+                self._bell.send(b"!")
 
     # The worker thread
 
     def _work(self) -> None:
-        while (work := self._line.get()) is not None:
+        while (work := self._next_work()) is not None:
             work()
         self.stage.stop()
+
+    def _next_work(self) -> Callable[[], None] | None:
+        """Read the wire until something stands in line."""
+        self._wire.read()
+        while not self._line:
+            self._waiter.poll()
+            with suppress(BlockingIOError):
+                self._alarm.recv(64)
+            self._wire.read()
+        return self._line.popleft()
 
     def _answer(self, session: Session, header: Header, parts: Sequence[zmq.Frame]) -> None:
         if not session.alive:  # nobody waits for it any more
@@ -100,7 +133,7 @@ class StageHost:
             if not isinstance(error, RekindleError):
                 log.exception("stage %r failed", self.name)
             reply = frames.export_frame(Frame(header.id, _failure(error)), self._limits)
-        self._send([session.id + REPLIES, *reply])
+        self._wire.send([session.id + REPLIES, *reply])
 
     def _end(self, session: Session, goodbye: int | None) -> None:
         """Close what the head left open, so that nothing leaks."""
@@ -114,7 +147,7 @@ class StageHost:
         session.held.clear()
         if goodbye is not None:
             reply = frames.export_frame(Frame(goodbye, frames.Done()), self._limits)
-            self._send([session.id + REPLIES, *reply])
+            self._wire.send([session.id + REPLIES, *reply])
 
     def _run(self, session: Session, frame_id: int, body: AnyBody, tensors: Tensors) -> tuple[AnyBody, Tensors]:
         if isinstance(body, frames.Forward):

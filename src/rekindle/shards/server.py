@@ -1,8 +1,9 @@
 """A process that hosts stages for a head.
 
-One thread reads the socket: it answers pings at once and puts commands in line for the stage they name. Each stage has
-one worker thread, so its commands run in the order of their arrival and a long forward holds up nobody else. Workers
-send their replies themselves: the socket is used by one thread at a time, and nobody sleeps inside it.
+Each stage has one worker thread, so its commands run in the order of their arrival and a long forward holds up nobody
+else. Idle workers read the socket themselves, so a decode step changes threads nowhere; when all of them are at work,
+the watch looks at it a few times a second, answers pings and puts commands in line. The socket is used by one thread
+at a time, nobody sleeps inside it, and whoever has used it reads what has come meanwhile.
 
 A head holds a stage by a lease: every frame renews it, and when it runs out, the head's slots are closed.
 """
@@ -10,12 +11,9 @@ A head holds a stage by a lease: every frame renews it, and when it runs out, th
 from __future__ import annotations
 
 import logging
-import select
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -32,7 +30,6 @@ from rekindle.shards.link import (
     ZAP_DOMAIN,
     AllowList,
     ShardKeys,
-    Socket,
     bind_shard,
 )
 from rekindle.shards.terms import Terms, disagreements
@@ -41,7 +38,7 @@ from rekindle.stages.types import Stage
 log = logging.getLogger(__name__)
 
 DEFAULT_LEASE = 10.0  # seconds
-_TICK = 100  # ms between two looks at the leases
+_TICK = 0.05  # seconds between two looks of the watch
 
 
 class ShardServer:
@@ -69,21 +66,17 @@ class ShardServer:
             self._close_context()
             raise
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)  # the port, where 0 was asked for
-        self._using_router = threading.Lock()
-        self._alarm, self._bell = socket.socketpair()  # ring the bell and the socket thread looks at the router
-        self._alarm.setblocking(False)
-        self._bell.setblocking(False)
+        self._using = threading.Lock()  # the socket
+        self._reading = threading.Lock()  # the next message, until it stands in line; taken before _using
 
         def terms(stage: Stage) -> Terms:
             return Terms(fingerprint, stage.span, hidden_dtype, kv_dtype, stage.slots)
 
-        self._hosts = {
-            name: StageHost(name, stage, terms(stage), self._send, self._limits) for name, stage in stages.items()
-        }
+        self._hosts = {name: StageHost(name, stage, terms(stage), self, self._limits) for name, stage in stages.items()}
         self._sessions: dict[bytes, Session] = {}
         self._stopping = threading.Event()
         self.stopped = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="shard sockets", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="shard watch", daemon=True)
 
     def start(self) -> None:
         for host in self._hosts.values():
@@ -98,45 +91,48 @@ class ShardServer:
         else:
             self._thread.join()
 
-    # The socket thread
+    def fileno(self) -> int:
+        """Becomes readable when something may have come; only read() can tell."""
+        return self._router.fileno()
 
-    def _serve(self) -> None:
-        # ZeroMQ's descriptor only tells that something changed; what it was is asked of the socket, under the lock.
-        waiter = select.poll()
-        waiter.register(self._router.fileno(), select.POLLIN)
-        waiter.register(self._alarm, select.POLLIN)
-        look_at = time.monotonic()
-        try:
-            while not self._stopping.is_set():
-                waiter.poll(_TICK)
-                self._silence_alarm()
-                while (message := self._next_message()) is not None:
-                    self._receive(message)
-                if time.monotonic() >= look_at:
-                    self._end_expired()
-                    look_at = time.monotonic() + _TICK / 1000
-        finally:
-            self._shut_down()
+    def read(self) -> None:
+        """Put every message that has come where it belongs. From any thread."""
+        with self._reading:
+            while (message := self._next_message()) is not None:
+                self._receive(message)
 
-    def _silence_alarm(self) -> None:
-        with suppress(BlockingIOError):
-            self._alarm.recv(4096)
+    def send(self, message: Sequence[bytes | memoryview]) -> None:
+        """From any thread, which reads afterwards: sending may swallow the sign that something has come."""
+        with self._using:
+            if self._router.closed:
+                return
+            try:
+                self._router.send_multipart(message, flags=zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError as error:
+                log.debug("a reply found no reader, its head's lease will end: %s", error)
 
     def _next_message(self) -> list[zmq.Frame] | None:
-        with self._using_router:
-            if not _has_message(self._router):
+        with self._using:
+            if self._router.closed or not int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return None
             return self._router.recv_multipart(copy=False)
 
+    def _watch(self) -> None:
+        try:
+            while not self._stopping.wait(_TICK):
+                self.read()
+                self._end_expired()
+        finally:
+            self._shut_down()
+
     def _shut_down(self) -> None:
-        for session in list(self._sessions.values()):
-            self._end(session, "the shard stops")
+        with self._reading:
+            for session in list(self._sessions.values()):
+                self._end(session, "the shard stops")
         for host in self._hosts.values():
             host.stop()
-        with self._using_router:
+        with self._using:
             self._router.close()
-        self._alarm.close()
-        self._bell.close()
         self._close_context()
         self.stopped.set()
 
@@ -144,6 +140,8 @@ class ShardServer:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.destroy(linger=0)
+
+    # While reading
 
     def _receive(self, message: Sequence[zmq.Frame]) -> None:
         identity, *parts = message
@@ -200,10 +198,11 @@ class ShardServer:
         return frames.Welcome(host.stage.slots, host.stage.device, self._lease)
 
     def _end_expired(self) -> None:
-        now = time.monotonic()
-        for session in list(self._sessions.values()):
-            if now - session.heard > self._lease:
-                self._end(session, f"no sign of life for {self._lease} s")
+        with self._reading:
+            now = time.monotonic()
+            for session in list(self._sessions.values()):
+                if now - session.heard > self._lease:
+                    self._end(session, f"no sign of life for {self._lease} s")
 
     def _end(self, session: Session, why: str, goodbye: int | None = None) -> None:
         log.info("stage %r: session ends: %s", session.host.name, why)
@@ -213,24 +212,7 @@ class ShardServer:
         session.host.put_end(session, goodbye)
 
     def _reply(self, address: bytes, frame_id: int, body: AnyBody) -> None:
-        self._send([address, *frames.export_frame(Frame(frame_id, body), self._limits)])
-
-    def _send(self, message: Sequence[bytes | memoryview]) -> None:
-        """From any thread."""
-        with self._using_router:
-            try:
-                self._router.send_multipart(message, flags=zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError as error:
-                log.debug("a reply found no reader, its head's lease will end: %s", error)
-            # Sending may have taken note of an arrival, and then the descriptor stays silent about it.
-            arrived = _has_message(self._router)
-        if arrived and threading.current_thread() is not self._thread:
-            with suppress(BlockingIOError):  # it rings already
-                self._bell.send(b"!")
-
-
-def _has_message(router: Socket) -> bool:
-    return bool(int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        self.send([address, *frames.export_frame(Frame(frame_id, body), self._limits)])
 
 
 def _reply_address(sender: bytes) -> bytes:

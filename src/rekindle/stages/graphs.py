@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from rekindle.batch import Batch
@@ -50,7 +49,9 @@ class _Graph:
 class DecodeGraphs:
     """The recorded decode steps of one stage."""
 
-    def __init__(self, model: ModelSpan, states: Mapping[int, LayerState], scratch_slot: int, scratch_page: int) -> None:
+    def __init__(
+        self, model: ModelSpan, states: Mapping[int, LayerState], scratch_slot: int, scratch_page: int
+    ) -> None:
         self._model = model
         self._states = states
         self._scratch_slot = scratch_slot

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
-from rekindle.text.boundaries import LATTICE, RoleStarts, boundaries_of_tokens
+from rekindle.text.boundaries import LATTICE, RoleStarts, before_last_message, boundaries_of_tokens
+from rekindle.text.history import TurnMemory
 from rekindle.text.normalise import VOLATILE_LINES, VolatileLine, normalise_messages
 from rekindle.text.stream import Detokenizer, StopText, StopWatcher
 from rekindle.text.template import ChatTemplate
@@ -21,7 +22,9 @@ __all__ = [
     "StopText",
     "StopWatcher",
     "Tokenizer",
+    "TurnMemory",
     "VolatileLine",
+    "before_last_message",
     "boundaries_of_tokens",
     "normalise_messages",
 ]

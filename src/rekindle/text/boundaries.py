@@ -29,7 +29,7 @@ KNOWN_ROLE_STARTS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "
 # Tokens that open a tool call inside an assistant's turn.
 TOOL_OPENERS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]")
 
-_ASSISTANT_ROLES = ("assistant", "model")
+ASSISTANT_ROLES = ("assistant", "model")
 SYSTEM_ROLES = ("system", "developer")
 _ROLE_TOKENS = 4  # tokens behind a role start that certainly hold the role word
 
@@ -53,6 +53,10 @@ class RoleStarts:
 
     def boundary_at(self, index: int) -> int:
         return index + 1 if self.behind else index
+
+    def last_in(self, tokens: Sequence[int]) -> int | None:
+        """The index of the last role start."""
+        return next((i for i in range(len(tokens) - 1, -1, -1) if tokens[i] in self.ids), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,15 @@ def boundaries_of_tokens(
     begins_with_system = bool(starts) and _role_is(tokens, starts[0], roles, tokenizer, SYSTEM_ROLES)
     structure = Structure(starts, 1 if begins_with_system else None, opened)
     return with_boundaries(tokens, structure, roles, tokenizer, lattice)
+
+
+def before_last_message(prompt: Prompt, roles: RoleStarts) -> Prompt | None:
+    """The prompt up to the boundary at its last message; None if it has no second message."""
+    start = roles.last_in(prompt.tokens)
+    end = roles.boundary_at(start) if start is not None else 0
+    if not any(boundary.position == end for boundary in prompt.boundaries):
+        return None
+    return Prompt(prompt.tokens[:end], tuple(b for b in prompt.boundaries if b.position <= end))
 
 
 def _check_ids(tokens: Sequence[int], tokenizer: Tokenizer) -> None:
@@ -144,7 +157,7 @@ def _tool_positions(tokens: Sequence[int], structure: Structure, roles: RoleStar
     for opener in structure.tool_openers:
         while after is not None and after < opener:
             start, after = after, next(upcoming, None)
-        if start is not None and _role_is(tokens, start, roles, tokenizer, _ASSISTANT_ROLES):
+        if start is not None and _role_is(tokens, start, roles, tokenizer, ASSISTANT_ROLES):
             positions.append(opener + 1)
     return positions
 

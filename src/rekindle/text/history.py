@@ -70,7 +70,7 @@ class _Lru(Generic[K, V]):
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self.bytes = 0
+        self.size = 0
 
     def get(self, key: K) -> V | None:
         found = self._values.get(key)
@@ -80,11 +80,11 @@ class _Lru(Generic[K, V]):
         return found[0]
 
     def put(self, key: K, value: V, size: int) -> None:
-        self.bytes += size - self._values.pop(key, (None, 0))[1]
+        self.size += size - self._values.pop(key, (None, 0))[1]
         self._values[key] = (value, size)
-        while self.bytes > self._budget:
+        while self.size > self._budget:
             _, (_, freed) = self._values.popitem(last=False)
-            self.bytes -= freed
+            self.size -= freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,10 @@ class TurnMemory:
         self._seen = seen
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
+        """Bytes held."""
         with self._lock:
-            return self._turns.bytes + self._calls.bytes
+            return self._turns.size + self._calls.size
 
     # Tokens
 

@@ -18,7 +18,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rekindle.errors import BadModelFile, BadRequest
 from rekindle.prompt import Prompt
-from rekindle.text.boundaries import LATTICE, SYSTEM_ROLES, RoleStarts, Structure, tool_opener_ids, with_boundaries
+from rekindle.text.boundaries import (
+    ASSISTANT_ROLES,
+    LATTICE,
+    SYSTEM_ROLES,
+    RoleStarts,
+    Structure,
+    tool_opener_ids,
+    with_boundaries,
+)
+from rekindle.text.history import Recalled, Recollection, TurnMemory
 from rekindle.text.sentinels import Escaper, Sentinels, plain, private_codes, strings_of, without_cache_control
 from rekindle.text.tokenizer import Tokenizer, read_json
 
@@ -75,8 +84,8 @@ class ChatTemplate:
         request = self._prepare(messages, tools, options)
         text = self._run(request, request.messages, add_generation_prompt)
         pieces = self._pieces(text, request.sentinels)
-        recalled = _Recalling(self, memory, pieces, add_generation_prompt) if memory is not None else None
-        assembly = self._assemble(pieces, request.sentinels, recalled)
+        recollection = Recollection(memory, self._tokenizer) if memory is not None else None
+        assembly = self._assemble(pieces, request.sentinels, recollection, add_generation_prompt)
         structure = Structure(
             starts=tuple(assembly.starts),
             system=self._count_system_starts(request, text),
@@ -100,7 +109,10 @@ class ChatTemplate:
     # -- from request to text ------------------------------------------------------------------------------------------
 
     def _prepare(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
     ) -> _Request:
         if reserved := {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & options.keys():
             raise BadRequest(f"{sorted(reserved)} cannot be template options", field="chat_template_kwargs")
@@ -135,24 +147,24 @@ class ChatTemplate:
     # -- from text to tokens -------------------------------------------------------------------------------------------
 
     def _pieces(self, text: str, sentinels: Sentinels) -> list[_Piece]:
-        return [_Piece(*_take_out(stretch, sentinels), special) for stretch, special in self._split(text)]
-
-    def _split(self, text: str) -> Iterator[tuple[str, int | None]]:
         """Special tokens in the rendered text are real: none can be read out of a client's string."""
-        bos = self._tokenizer.bos_id
-        if self._tokenizer.add_bos and self._first_special(text) != bos:
-            assert bos is not None, "add_bos without a bos"
-            yield "", bos
-        yield from self._tokenizer.split_special(text)
+        split = self._tokenizer.split_special(text)
+        return [_Piece(*_take_out(stretch, sentinels), special) for stretch, special in split]
 
-    def _assemble(self, pieces: Sequence[_Piece], sentinels: Sentinels, recalling: _Recalling | None) -> _Assembly:
+    def _assemble(
+        self, pieces: Sequence[_Piece], sentinels: Sentinels, recollection: Recollection | None, is_asking: bool
+    ) -> _Assembly:
+        """The tokens. `is_asking`: the last turn is the generation prompt, which nobody has written yet."""
         assembly = _Assembly([], [], [], [])
         tokens = assembly.tokens
+        if self._tokenizer.add_bos and (pieces[0].text or pieces[0].special != self._tokenizer.bos_id):
+            assert self._tokenizer.bos_id is not None, "add_bos without a bos"
+            tokens.append(self._tokenizer.bos_id)
+        recalled: dict[int, Recalled] = {}
         mark_next = False
         for i, piece in enumerate(pieces):
-            recalled = recalling.of(i) if recalling is not None else None
             marks = [at for at, mark in piece.found if mark == sentinels.here]
-            ids, positions = self._encode_marked(piece.text, marks, recalled)
+            ids, positions = self._encode_marked(piece.text, marks, recalled.get(i))
             assembly.marks.extend(len(tokens) + position for position in positions)
             tokens += ids
             mark_next |= any(mark == sentinels.next for _, mark in piece.found)
@@ -167,21 +179,36 @@ class ChatTemplate:
             elif piece.special in self._openers and (len(piece.text), sentinels.written) not in piece.found:
                 assembly.openers.append(len(tokens))
             tokens.append(piece.special)
-            if is_start and recalling is not None:
-                recalling.begin_turn(i + 1, tokens)
+            if is_start and recollection is not None:
+                turn = self._assistant_turn(pieces, i, is_asking)
+                recalled.update(enumerate(recollection.turn(tokens, turn), start=i + 1) if turn else ())
         return assembly
 
-    def _first_special(self, text: str) -> int | None:
-        """The special token with which the text begins."""
-        stretch, special = next(self._tokenizer.split_special(text))
-        return None if stretch else special
+    def _assistant_turn(self, pieces: Sequence[_Piece], start: int, is_asking: bool) -> list[tuple[str, int | None]]:
+        """The pieces of the turn that begins behind piece `start`; none if the assistant did not write it."""
+        speaker = self._tokenizer.token_text(pieces[start].special or 0)
+        if self.role_starts.behind:
+            is_assistant = pieces[start + 1].text.startswith(ASSISTANT_ROLES)
+        else:
+            is_assistant = any(word in speaker for word in ASSISTANT_ROLES)
+        if not is_assistant:
+            return []
+        turn = []
+        for piece in pieces[start + 1 :]:
+            turn.append((piece.text, piece.special))
+            if piece.special in self.role_starts.ids:
+                return turn
+        return [] if is_asking else turn
 
-    def _encode_marked(self, text: str, marks: list[int]) -> tuple[list[int], list[int]]:
+    def _encode_marked(self, text: str, marks: list[int], recalled: Recalled | None) -> tuple[list[int], list[int]]:
         """Ids of the text, and for each marked character position how many of them end before it or there."""
-        if not marks:
+        if recalled is None and not marks:
             return self._tokenizer.encode(text), []
-        ids, ends = self._tokenizer.encode_with_ends(text)
-        return ids, [bisect_right(ends, mark) for mark in marks]
+        ids, ends = (list(recalled.ids), list(recalled.ends)) if recalled is not None else ([], [])
+        cut = ends[-1] if ends else 0
+        rest, rest_ends = self._tokenizer.encode_with_ends(text[cut:])
+        ends += (cut + end for end in rest_ends)
+        return ids + rest, [bisect_right(ends, mark) for mark in marks]
 
     def _count_system_starts(self, request: _Request, text: str) -> int | None:
         """Which role start begins the first message behind system + tools.
@@ -271,6 +298,13 @@ class _Request:
     tools: list[Any] | None
     options: dict[str, Any]
     sentinels: Sentinels
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    text: str  # plain, without sentinels
+    found: list[tuple[int, str]]  # sentinels that stood in it, and where
+    special: int | None  # the token behind it; the last piece has none
 
 
 @dataclass(frozen=True, slots=True)

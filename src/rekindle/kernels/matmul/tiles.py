@@ -50,7 +50,7 @@ def place_of(type, j):
     """Field j as (shift of the word to the right, bit of the field after it): five nibbles fit a float's mantissa."""
     if type == "Q8_0":
         return (16 * (j // 2), 8 * (j % 2))
-    return (0, 4 * j) if j < 5 else (20, 4 * (j - 5))
+    return (0, 4 * j) if j < 5 else (16, 4 * (j - 4))
 
 
 @triton.constexpr_function

@@ -21,6 +21,7 @@ from rekindle.kernels.matmul.types import Matrix, Packed
 MANY_ROWS = 128  # from here on a matrix is expanded whole
 SCRATCH = 1 << 28  # weights of the largest expanded slab: 512 MiB in 16 bits
 SEGMENTS = 4  # matrices of one launch
+ENOUGH_WARPS = 2048  # in flight, to keep the memory of a large card busy
 
 
 class RowConfig(NamedTuple):
@@ -42,10 +43,13 @@ class RowsConfig(NamedTuple):
 
 
 def row_config(type: str, out: int, columns: int) -> RowConfig:
-    """Wide enough tiles for all threads; small outputs take more warps per row instead of more rows."""
+    """Many outputs: wide tiles, which share what is read of x. Few: more warps beside one another along each row."""
     blocks = columns // 32
+    tile = 8 if out * blocks >= 1 << 21 else 4
     warps = next((w for w in (4, 2) if blocks % (32 * w) == 0), 1)
-    return RowConfig(4, 32 * warps, warps)
+    while out // tile * warps < ENOUGH_WARPS and warps < 4 and blocks > 32 * warps:
+        warps *= 2
+    return RowConfig(tile, 32 * warps, warps)
 
 
 def rows_config(type: str, out: int, columns: int, rows: int) -> RowsConfig:
@@ -56,7 +60,7 @@ def multiply(x: Tensor, weight: Packed, residual: Tensor | None = None) -> Tenso
     """x [rows, in] -> [rows, out] in x.dtype, or added to residual [rows, out] in its type."""
     rows = x.shape[0]
     if rows == 1:
-        return _row_launch(x, [weight], residual)[0]
+        return launch_row(x, [weight], residual)[0]
     if rows < MANY_ROWS:
         return few_rows(x, weight, residual=residual)
     return many_rows(x, weight, residual)
@@ -66,7 +70,7 @@ def multiply_row_by_all(x: Tensor, matrices: list[Matrix]) -> list[Tensor]:
     """One row through several matrices, SEGMENTS of them in a launch."""
     weights = [matrix.values if matrix.packed is None else matrix.packed for matrix in matrices]
     parts = [weights[at : at + SEGMENTS] for at in range(0, len(weights), SEGMENTS)]
-    return [out for part in parts for out in _row_launch(x, part)]
+    return [out for part in parts for out in launch_row(x, part)]
 
 
 def swiglu(x: Tensor, gate: Packed, up: Packed) -> Tensor:
@@ -222,10 +226,10 @@ def _row_kernel(
 
 def multiply_row(x: Tensor, weight: Packed, config: RowConfig | None = None) -> Tensor:
     """x [1, in] -> [1, out]."""
-    return _row_launch(x, [weight], config=config)[0]
+    return launch_row(x, [weight], config=config)[0]
 
 
-def _row_launch(
+def launch_row(
     x: Tensor, weights: list[Packed | Tensor], residual: Tensor | None = None, config: RowConfig | None = None
 ) -> list[Tensor]:
     columns = x.shape[1]

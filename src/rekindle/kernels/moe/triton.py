@@ -248,31 +248,38 @@ def _down_pairs_kernel(
 def by_pair(
     h: Tensor, ids: Tensor, weights: Tensor, gate: Packed, up: Packed, down: Packed, width: int,
     shared: tuple[Packed, Packed, Packed, Tensor] | None, residual: Tensor | None,
-    up_tile: PairConfig = UP_PAIRS, down_tile: PairConfig = DOWN_PAIRS,
+    up_tile: PairConfig | None = None, down_tile: PairConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Two launches for everything; gate and up are of one type, and so are the shared expert's."""
     rows, hidden = h.shape
     used = ids.shape[1]
+    up_tile, down_tile = up_tile or UP_PAIRS, down_tile or DOWN_PAIRS
     s_gate, s_up, s_down, scale = shared or (gate, up, down, h)
     places = used + (shared is not None)
     inner = torch.empty(rows, places, width, dtype=torch.float32, device=h.device)
     share = torch.empty(rows, dtype=torch.float32, device=h.device)
-    half, blocks = up_tile.rows // 2, 32 * up_tile.warps
+    up_warps, down_warps = _warps(up_tile, hidden), _warps(down_tile, used * width)
+    half, blocks = up_tile.rows // 2, 32 * up_warps
     _up_pairs_kernel[(triton.cdiv(width, half), places, rows)](
         h.contiguous(), ids, inner, share, scale, width, 0, *planes_of(gate), *planes_of(up), *planes_of(s_gate),
         *planes_of(s_up), USED=used, SHARED=shared is not None, COLUMNS=hidden, TYPE=gate.type, S_TYPE=s_gate.type,
-        BN=half, BB=blocks, MASKED=hidden % (32 * blocks) != 0, num_warps=up_tile.warps,
+        BN=half, BB=blocks, MASKED=hidden % (32 * blocks) != 0, num_warps=up_warps,
     )  # fmt: skip
     out = torch.empty(rows, hidden, dtype=h.dtype if residual is None else residual.dtype, device=h.device)
-    blocks = 32 * down_tile.warps
+    blocks = 32 * down_warps
     _down_pairs_kernel[(triton.cdiv(hidden, down_tile.rows), rows)](
         inner, ids, weights, share, out if residual is None else residual, out, hidden, 0,
         *planes_of(down), *planes_of(s_down),
         USED=used, SHARED=shared is not None, COLUMNS=width, TYPE=down.type, S_TYPE=s_down.type, BN=down_tile.rows,
         BB=blocks, SB=min(blocks, triton.next_power_of_2(width // 32)), MASKED=used * width % (32 * blocks) != 0,
-        ADD=residual is not None, num_warps=down_tile.warps,
+        ADD=residual is not None, num_warps=down_warps,
     )  # fmt: skip
     return out
+
+
+def _warps(tile: PairConfig, columns: int) -> int:
+    """No more warps than cover the columns."""
+    return min(tile.warps, triton.next_power_of_2(triton.cdiv(columns, 1024)))
 
 
 # ---- grouped by expert -------------------------------------------------------------------------------------------

@@ -1,0 +1,123 @@
+"""Audits: one in so many restored snapshots is computed again, cold, while nobody waits, and the two are compared.
+
+The cold run meets the same chunk edges as the run that made the snapshot, so on a CPU the bits must be the same where
+every token was computed by prefill, alone in its batch, by this process. Everywhere else (decode, shared batches, an
+earlier process with other threads, GPUs) two right states differ by rounding, and a bound applies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from rekindle.prefix import Hit, PrefixCache
+from rekindle.prefix.types import Entry
+from rekindle.snapshots.types import KvPart, Part, Snapshot
+
+log = logging.getLogger("rekindle.engine")
+
+FLOAT32_BOUND = 1e-4  # largest difference, as a share of the largest value of the tensor or of 1
+COARSE_BOUND = 0.25  # GPUs and 16-bit types: mean difference, in standard deviations of the tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Audit:
+    """A snapshot that was restored and is to be computed again."""
+
+    entry: Entry
+    snapshot: Snapshot
+
+    @property
+    def cuts(self) -> list[int]:
+        """Where its chunks ended off the grid, and where one way of computing gave way to another."""
+        stretches = self.snapshot.stretches
+        inner = {cut for stretch in stretches for cut in stretch.cuts} | {stretch.stop for stretch in stretches}
+        return sorted(cut for cut in inner if cut < self.snapshot.position)
+
+
+class Auditor:
+    """Chooses what to audit and judges the outcome. Lives on the engine's thread."""
+
+    def __init__(self, prefixes: PrefixCache, every: int, on_cpu: bool) -> None:
+        self.audits = 0
+        self.mismatches = 0
+        self._prefixes = prefixes
+        self._every = every  # 0 is off
+        self._on_cpu = on_cpu
+        self._restores = 0
+        self._waiting: Audit | None = None  # at most one: it keeps its snapshot in memory
+
+    def note(self, hit: Hit) -> None:
+        """A snapshot was restored; every so many restores one is remembered for an audit."""
+        if self._every:
+            self._restores += 1
+            if self._restores >= self._every and self._waiting is None:
+                self._restores = 0
+                self._waiting = Audit(hit.entry, hit.snapshot)
+
+    def take(self) -> Audit | None:
+        audit, self._waiting = self._waiting, None
+        return audit
+
+    def judge(self, audit: Audit, cold: Snapshot) -> None:
+        """Compare; a wrong snapshot is never used again."""
+        self.audits += 1
+        fault = self._fault(audit, cold)
+        if fault is not None:
+            self.mismatches += 1
+            log.error("audit: the snapshot of %d tokens is wrong and was set aside: %s", cold.position, fault)
+            self._prefixes.set_aside(audit.entry, f"audit: {fault}")
+
+    def _fault(self, audit: Audit, cold: Snapshot) -> str | None:
+        exact = self._must_be_exact(audit, cold)
+        fine = self._on_cpu and all(part.tail.dtype is torch.float32 for part in cold.parts if isinstance(part, KvPart))
+        for name, ours, theirs in _pairs(audit.snapshot, cold):
+            if ours.shape != theirs.shape:
+                return f"{name} has the shape {tuple(ours.shape)}, computed cold {tuple(theirs.shape)}"
+            if exact:
+                if not torch.equal(ours, theirs):
+                    return f"{name} is not bit for bit what a cold run gives"
+                continue
+            distance, bound = (_largest(ours, theirs), FLOAT32_BOUND) if fine else (_mean(ours, theirs), COARSE_BOUND)
+            if not distance <= bound:  # not a number is no agreement
+                return f"{name} differs from a cold run by {distance:.2g}, the bound is {bound:g}"
+        return None
+
+    def _must_be_exact(self, audit: Audit, cold: Snapshot) -> bool:
+        ours = audit.snapshot
+        alone = all(stretch.how == "prefill" for stretch in (*ours.stretches, *cold.stretches))
+        return self._on_cpu and alone and ours.grid == cold.grid and not audit.entry.inherited
+
+
+def _pairs(ours: Snapshot, cold: Snapshot) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Every tensor of the one beside that of the other, with its name."""
+    for mine, other in zip(ours.parts, cold.parts, strict=True):
+        for (name, a), (_, b) in zip(_tensors(mine), _tensors(other), strict=True):
+            yield f"layer {mine.layer} {name}", a, b
+    if ours.logits is not None and cold.logits is not None:
+        yield "the row of logits", ours.logits, cold.logits
+
+
+def _tensors(part: Part) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(part, KvPart):
+        yield from ((f"page {i}", page.data) for i, page in enumerate(part.pages))
+        yield "tail", part.tail
+    else:
+        yield from (("state", part.state), ("window", part.window))
+
+
+def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    if not a.numel():
+        return 0.0
+    a, b = a.float(), b.float()
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1.0))
+
+
+def _mean(a: torch.Tensor, b: torch.Tensor) -> float:
+    if not a.numel():
+        return 0.0
+    a, b = a.float(), b.float()
+    return float((a - b).abs().mean() / b.std(correction=0).clamp(min=1e-6))
