@@ -21,7 +21,7 @@ from rekindle.batch import Batch, Segment
 from rekindle.shards import RemoteStage, ShardServer, Terms, serve_forever, start_shard
 from rekindle.snapshots.types import Part
 from rekindle.spec import Span
-from rekindle.stages.types import PageCount, StageOutput
+from rekindle.stages.types import Ahead, PageCount, StageOutput
 
 SPAN = Span(1, 2)
 GOAL = 300.0  # microseconds, the median round trip over ipc at hidden 2048
@@ -32,7 +32,7 @@ class MirrorStage:
 
     span, slots, device = SPAN, 1, "cpu"
 
-    def forward(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
+    def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput:
         return StageOutput(hidden, None)
 
     def open(self, slot: int) -> None: ...

@@ -30,7 +30,7 @@ from rekindle.shards.link import REPLIES, REQUESTS, new_session
 from rekindle.shards.parts import export_parts, import_parts
 from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part
 from rekindle.spec import PAGE, Span
-from rekindle.stages.types import PageCount, StageOutput
+from rekindle.stages.types import Ahead, PageCount, StageOutput
 
 LIMITS = Limits(header=1 << 18, frame=1 << 24)
 ROOM = 1 << 20  # bytes that reading one frame may take beside its tensors
@@ -42,7 +42,7 @@ class EchoStage:
 
     span, slots, device = Span(1, 3), 2, "cpu"
 
-    def forward(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
+    def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput:
         return StageOutput(hidden, None)
 
     def open(self, slot: int) -> None: ...

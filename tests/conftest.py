@@ -67,10 +67,11 @@ class TinyModel:
     def open(self) -> WeightFile:
         return open_weights(self.folder)
 
-    def stage(self, span: Span | None = None, slots: int = 4, pages: int = 64) -> LocalStage:
+    def stage(self, span: Span | None = None, slots: int = 4, pages: int = 64, **pool: Any) -> LocalStage:
+        """`pool`: kv_type, host_pages, kv_mode, policy of the stage."""
         file = self.open()
         model = load_span(file, span or file.spec.whole, torch.device("cpu"), torch.float32)
-        return LocalStage(model, slots=slots, pages=pages, kv_dtype=torch.float32)
+        return LocalStage(model, slots=slots, pages=pages, **{"kv_type": "f32", **pool})
 
     @torch.inference_mode()
     def reference_logits(self, tokens: list[int]) -> torch.Tensor:

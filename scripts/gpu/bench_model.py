@@ -31,7 +31,7 @@ def say(text: str) -> None:
 
 
 def check_tiny(folder: Path) -> None:
-    """Small random models: the GPU path against the CPU's float32 definition, prefill and decode, outputs and states."""
+    """Small random models: the GPU path against the float32 definition, prefill and decode, outputs and states."""
     for shape in ("tiny", "tiny-moe"):
         path = write_synthetic(folder / f"{shape}.gguf", shape)
         file = open_weights(path)
@@ -40,7 +40,7 @@ def check_tiny(folder: Path) -> None:
         tokens = np.random.default_rng(1).integers(0, min(file.spec.vocab, 2000), 300).tolist()
         worst, same, count = 0.0, 0, 0
         edges = [200, *range(201, 240)]
-        for start, stop in zip([0, *edges[:-1]], edges):
+        for start, stop in zip([0, *edges[:-1]], edges, strict=True):
             batch = Batch((Segment(1, start, tuple(tokens[start:stop]), Wanted.LAST),))
             a = cpu.forward(batch, None).logits[-1].log_softmax(-1)
             b = gpu.forward(batch, None).logits[-1].float().cpu().log_softmax(-1)
@@ -48,7 +48,7 @@ def check_tiny(folder: Path) -> None:
             same += int(a.argmax() == b.argmax())
             count += 1
         states = []
-        for p, q in zip(cpu.capture(1), gpu.capture(1)):
+        for p, q in zip(cpu.capture(1), gpu.capture(1), strict=True):
             x, y = (p.state, q.state) if hasattr(p, "state") else (p.tail, q.tail.float())
             states.append(float((x - y.float()).norm() / x.norm().clamp_min(1e-9)))
         equal = f"first token equal {same}/{count}"

@@ -51,6 +51,7 @@ class Config:
     cache_dir: Path | None = None
     cache_disk: int = 16 << 30
     threads: int | None = None
+    audit: int = 0  # one in so many restores is checked against a cold run; 0 checks none
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -59,6 +60,7 @@ class Config:
             ("--queue", self.queue, 1),
             ("--context", self.context, 2),
             ("--threads", self.threads, 1),
+            ("--audit", self.audit, 0),
         ):
             if value is not None and value < least:
                 raise BadConfig(f"{name} is {value}; it must be at least {least}")

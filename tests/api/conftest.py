@@ -82,6 +82,7 @@ class PaperText:
 
     def __init__(self) -> None:
         self.rendered: list[dict[str, Any]] = []
+        self.remembered: list[tuple[Prompt, tuple[int, ...], dict[str, Any]]] = []
 
     def render(
         self,
@@ -93,6 +94,27 @@ class PaperText:
         self.rendered.append({"messages": list(messages), "tools": tools, "generate": add_generation_prompt, **kwargs})
         turns = [f"{m['role']}:{_content(m.get('content'))}" for m in messages]
         return self.encode("|".join([*turns, "assistant:"] if add_generation_prompt else turns), True)
+
+    def remember(self, prompt: Prompt, ids: Sequence[int], message: Mapping[str, Any]) -> None:
+        self.remembered.append((prompt, tuple(ids), dict(message)))
+
+    def next_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        answer: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+        **kwargs: Any,
+    ) -> Prompt | None:
+        """[dropped] in a message: the template shows no answers of the past; [stuck]: what comes next takes forever;
+        [fixed]: the template refuses an answer as a part of history; [wrong]: it has a mistake."""
+        said = str(messages)
+        if "[fixed]" in said:
+            raise BadRequest("this template takes one question only", "messages")
+        if "[wrong]" in said:
+            raise KeyError("secret")
+        spoken = [*messages, {"role": "assistant", "content": "…"} if "[dropped]" in said else answer]
+        turns = [f"{m['role']}:{_content(m.get('content'))}" for m in spoken]
+        return self.encode("|".join(["[silent]", *turns] if "[stuck]" in said else turns) + "|", True)
 
     def encode(self, text: str, add_special_tokens: bool) -> Prompt:
         return Prompt(tuple(text.encode()) if add_special_tokens else (0, *text.encode()))
@@ -132,6 +154,25 @@ class PaperPages:
 
 
 @dataclass(frozen=True)
+class PaperCache:
+    hits: Mapping[str, int] = field(default_factory=lambda: {"ram": 5, "disk": 2})
+    restored: Mapping[str, int] = field(default_factory=lambda: {"ram": 500, "disk": 200})
+    misses: Mapping[str, int] = field(default_factory=lambda: {"unseen": 3})
+    short_hits: Mapping[str, int] = field(default_factory=lambda: {"no_boundary": 4})
+    published: int = 11
+    evictions: Mapping[str, int] = field(default_factory=lambda: {"ram:to_disk": 6})
+    saves: int = 9
+    refused_saves: Mapping[str, int] = field(default_factory=lambda: {"queue": 1})
+    bad_files: int = 1
+    ram_entries: int = 8
+    ram_bytes: int = 800
+    ram_budget: int = 1000
+    disk_entries: int = 9
+    disk_bytes: int = 900
+    disk_budget: int = 2000
+
+
+@dataclass(frozen=True)
 class PaperStatus:
     running: int = 3
     waiting: int = 2
@@ -140,6 +181,9 @@ class PaperStatus:
     computed_tokens: int = 1000
     restored_tokens: int = 2000
     generated_tokens: int = 300
+    audits: int = 7
+    audit_mismatches: int = 1
+    cache: PaperCache = field(default_factory=PaperCache)
 
 
 def row(token: int, top: int) -> TokenLogprob:

@@ -69,7 +69,7 @@ def test_logits_equal_transformers_in_prefill_and_token_by_token(make_tiny: Any,
 def test_log_probabilities_equal_the_golden_ones(golden: Path, name: str) -> None:
     file = open_weights(golden / name)
     model = load_span(file, file.spec.whole, torch.device("cpu"), torch.float32)
-    stage = LocalStage(model, slots=1, pages=16, kv_dtype=torch.float32)
+    stage = LocalStage(model, slots=1, pages=16, kv_type="f32")
     for case in json.loads((golden / "exact.json").read_text())[name]:
         prompt, answer = case["prompt"], case["tokens"]
         edges = [*range(256, len(prompt), 256), *range(len(prompt), len(prompt) + len(answer))]
@@ -84,7 +84,7 @@ def test_embedded_model_equals_a_dequantised_transformers_llama() -> None:
     file = open_weights(embedded_model())
     reference = transformers_llama(file)
     model = load_span(file, file.spec.whole, torch.device("cpu"), torch.float32)
-    stage = LocalStage(model, slots=1, pages=4, kv_dtype=torch.float32)
+    stage = LocalStage(model, slots=1, pages=4, kv_type="f32")
     tokens = np.random.default_rng(2).integers(0, file.spec.vocab, 40).tolist()
     with torch.inference_mode():
         truth = reference(torch.tensor([tokens])).logits[0]

@@ -18,7 +18,7 @@ from rekindle.errors import DoesNotFit, SnapshotMismatch
 from rekindle.shards import ShardKeys, ShardServer, Terms, load_keys, load_public, serve_forever
 from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part
 from rekindle.spec import PAGE, Span
-from rekindle.stages.types import PageCount, StageOutput
+from rekindle.stages.types import Ahead, PageCount, StageOutput
 
 HIDDEN, VOCAB, KV_HEADS, ROW, WIDTH = 16, 32, 2, 4, 3
 POOL = 40  # pages per stage
@@ -57,7 +57,7 @@ class PaperStage:
         self.tokens.pop(slot, None)
         self._pages.pop(slot, None)
 
-    def forward(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
+    def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput:
         rows, logits = [], []
         for segment in batch.segments:
             seen = self.tokens[segment.slot]

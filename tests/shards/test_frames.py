@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -190,6 +191,17 @@ def test_a_part_that_builds_on_pages_nobody_holds_is_refused() -> None:
 def test_kv_tensors_of_another_layout_are_refused(pages: torch.Tensor, tail: torch.Tensor) -> None:
     with pytest.raises(BadFrame, match=r"a KV part is pages \[n, 2, 64"):
         import_parts([frames.KvEntry(1, 0)], {"1.pages": pages, "1.tail": tail}, {})
+
+
+def test_the_query_of_a_sparse_run_travels_with_its_part() -> None:
+    part = replace(kv_part(1, 2), query=torch.randn(4, 8))
+    exported = export_parts([part], {})
+    (arrived,) = import_parts(exported.entries, exported.tensors, {})
+    assert isinstance(arrived, KvPart)
+    assert arrived.query is part.query
+    for wrong in (torch.zeros(4), torch.zeros(4, 8).half()):
+        with pytest.raises(BadFrame, match=r"a query is \[heads, dim\] float32"):
+            import_parts(exported.entries, {**exported.tensors, "1.query": wrong}, {})
 
 
 def test_delta_tensors_of_another_layout_and_missing_tensors_are_refused() -> None:

@@ -16,10 +16,10 @@ from paper_shard import HIDDEN, POOL, TOO_MUCH, TORN, PaperStage, paper_server, 
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.errors import BadFrame, DoesNotFit, LinkRefused, RekindleError, SnapshotMismatch, StageLost
-from rekindle.shards import RemoteStage, frames
+from rekindle.shards import RemoteStage, client, frames
 from rekindle.snapshots.types import DeltaPart, KvPart, Part
 from rekindle.spec import PAGE, Span
-from rekindle.stages.types import PageCount, Stage, StageOutput
+from rekindle.stages.types import Ahead, PageCount, Stage, StageOutput
 
 FIRST, LAST, LAYERS = Span(0, 4), Span(4, 8), 8
 
@@ -117,7 +117,7 @@ def test_every_operation_equals_the_local_one(
 def test_a_remote_stage_has_the_span_and_slots_of_the_stage_it_stands_for(hall: Hall) -> None:
     remote = hall.remote(last())
     assert (remote.span, remote.slots) == (LAST, 4)
-    assert remote.device.startswith("paper at ipc://")
+    assert remote.device == f"{remote.endpoint} (paper)"
 
 
 def test_a_restored_slot_equals_a_cold_one(hall: Hall) -> None:
@@ -173,6 +173,26 @@ def test_a_page_written_again_after_a_rewind_is_sent_again(hall: Hall) -> None:
         stage.rewind(0, PAGE + 7)
         run(stage, 0, prompt(2 * PAGE, seed=2), PAGE + 7)
     assert same_parts(local.capture(0), remote.capture(0))
+
+
+def test_after_a_capture_that_could_not_be_read_every_page_is_sent_again(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = hall.remote(first())
+    remote.open(0)
+    run(remote, 0, prompt(2 * PAGE + 3))
+    snapshot = remote.capture(0)
+
+    def unreadable(*_: Any) -> None:
+        raise BadFrame("the reply is smudged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "import_parts", unreadable)
+        with pytest.raises(BadFrame, match="smudged"):
+            remote.capture(0)
+    counts = count_pages(monkeypatch)
+    assert same_parts(remote.capture(0), snapshot)
+    assert sum(counts) == 2 * 2
 
 
 def test_a_slot_opened_anew_shares_nothing_with_its_past(hall: Hall) -> None:
@@ -428,7 +448,7 @@ class GatedStage(PaperStage):
         self.gate = threading.Event()
         self.began = threading.Event()
 
-    def forward(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
+    def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput:
         self.began.set()
         assert self.gate.wait(20)
         return super().forward(batch, hidden)
@@ -498,6 +518,22 @@ def test_a_call_past_its_deadline_loses_the_shard_and_says_what_was_under_way(ha
     assert remote.pages().used == 0
     remote.open(0)
     run(remote, 0, (1, 2))
+
+
+def test_commands_of_a_session_that_ended_are_not_run(hall: Hall) -> None:
+    stage = GatedStage()
+    remote = hall.remote(stage)
+    remote.open(0)
+    pending = [remote.submit(Batch((Segment(0, i, (1,)),)), None) for i in range(3)]
+    assert stage.began.wait(10)
+    remote.reconnect()
+    stage.began.clear()
+    stage.gate.set()
+    assert remote.pages().used == 0
+    assert not stage.began.is_set()
+    for each in pending:
+        with pytest.raises(StageLost, match="the head connects anew"):
+            each.result()
 
 
 def test_two_stages_of_one_shard_do_not_wait_for_each_other(hall: Hall) -> None:

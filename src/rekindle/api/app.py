@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -21,7 +22,8 @@ from rekindle.api.answers import Answerer
 from rekindle.api.dialects import Chat, Completion, Dialect
 from rekindle.api.doors import CountingDoor, ErrorDoor, KeyDoor, read_body
 from rekindle.api.errors import UnknownModel, fault_of
-from rekindle.api.generation import Generation, make_order
+from rekindle.api.generation import Choice, Generation, make_order
+from rekindle.api.history import History
 from rekindle.api.metrics import Metrics
 from rekindle.api.ports import EnginePort, TextPort
 from rekindle.api.schema import ChatBody, CompletionBody, GenerationBody, parse
@@ -70,6 +72,7 @@ class Routes:
         self._text = text
         self._settings = settings
         self._metrics = metrics
+        self._history = History(engine, text, settings, metrics)
         self._page = (files("rekindle") / "web" / "index.html").read_text(encoding="utf-8")
 
     def table(self) -> list[Route]:
@@ -115,7 +118,7 @@ class Routes:
         }
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatBody, self._chat_prompts, Chat)
+        return await self._answer(request, ChatBody, self._chat_prompts, Chat, self._history.finished)
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, CompletionBody, self._completion_prompts, Completion)
@@ -141,11 +144,13 @@ class Routes:
         kind: type[B],
         prompts_of: Callable[[B], Awaitable[list[Prompt]]],
         dialect_of: Callable[[B, TextPort], Dialect],
+        on_finished: Callable[[B, Choice], None] | None = None,
     ) -> Response:
         arrived = time.monotonic()
         body = parse(kind, await read_body(request, self._settings.max_body_bytes))
         order = make_order(body, await prompts_of(body), self._text, self._settings)
-        generation = Generation.start(self._engine, self._text, self._metrics, order, arrived)
+        told = partial(on_finished, body) if on_finished is not None else None
+        generation = Generation.start(self._engine, self._text, self._metrics, order, arrived, told)
         answerer = Answerer(body, dialect_of(body, self._text), generation, self._settings)
         if body.stream:
             return EventStream(answerer.events(), close=generation.close)

@@ -36,6 +36,11 @@ def _rows(piece: Piece) -> list[TokenLogprob]:
     return rows
 
 
+def chat_message(text: str) -> Json:
+    """The message that an answer is, as clients get it and send it back."""
+    return {"role": "assistant", "content": text}
+
+
 class Chat:
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
@@ -59,7 +64,7 @@ class Chat:
 
     def whole(self, choice: Choice, answer: Piece) -> Json:
         assert answer.finish is not None, "a whole answer has finished"
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        message = chat_message(answer.text) | {"refusal": None}
         head = {"index": choice.index, "message": message, "logprobs": None, "finish_reason": answer.finish.value}
         extra = {"prompt_token_ids": list(choice.prompt.tokens)} if self._ids else {}
         return head | self._reports(answer) | extra

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ from rekindle.engine.types import (
 )
 from rekindle.errors import BadRequest, PromptTooLong, StageLost
 from rekindle.prompt import Prompt
+
+log = logging.getLogger("rekindle.api")
 
 SEED_MASK = 2**63 - 1
 
@@ -82,6 +85,8 @@ class Choice:
         self.request_id = request_id
         self.prompt = prompt
         self.seed = seed
+        self.ids: list[int] = []  # drawn so far, the stop token last
+        self.text = ""  # shown so far
         self.finished: Finished | None = None
         self.ended = False  # finished or failed: there is nothing left to cancel
         self.last_token_at: float | None = None
@@ -90,7 +95,10 @@ class Choice:
         self._length = 0  # characters the tokens so far have made
 
     def read(self, events: Iterable[Event]) -> Piece:
-        return join([Piece(self.index), *(self._read_one(event) for event in events)])
+        piece = join([Piece(self.index), *(self._read_one(event) for event in events)])
+        self.ids += piece.ids
+        self.text += piece.text
+        return piece
 
     def _read_one(self, event: Event) -> Piece:
         match event:
@@ -123,13 +131,22 @@ class Generation:
     metrics: Metrics
     order: Order
     arrived: float  # monotonic seconds
+    on_finished: Callable[[Choice], None] | None = None  # told of each finished answer before its last piece is read
     mailbox: Mailbox = field(default_factory=Mailbox)
     choices: list[Choice] = field(default_factory=list)
 
     @classmethod
-    def start(cls, engine: EnginePort, text: TextPort, metrics: Metrics, order: Order, arrived: float) -> Generation:
+    def start(
+        cls,
+        engine: EnginePort,
+        text: TextPort,
+        metrics: Metrics,
+        order: Order,
+        arrived: float,
+        on_finished: Callable[[Choice], None] | None = None,
+    ) -> Generation:
         """Submit every answer; if the engine refuses one, the others are called back and its error is raised."""
-        generation = cls(engine, text, metrics, order, arrived)
+        generation = cls(engine, text, metrics, order, arrived, on_finished)
         try:
             for index in range(len(order.prompts) * order.n):
                 generation._submit(index)
@@ -169,6 +186,9 @@ class Generation:
             self._measure(letters)
             indices = dict.fromkeys(letter.index for letter in letters)
             pieces = [self.choices[i].read(it.event for it in letters if it.index == i) for i in indices]
+            for piece in pieces:
+                if piece.finish is not None and self.on_finished is not None:
+                    self.on_finished(self.choices[piece.index])
             yield pieces
             _raise_failure(letters)
 
@@ -193,6 +213,7 @@ class Generation:
             choice = self.choices[letter.index]
             if isinstance(letter.event, Finished):
                 self.metrics.count_finished(letter.event)
+                log.info("%s", _account_line(choice.request_id, letter.event, self.text))
             if not isinstance(letter.event, Token):
                 continue
             self.metrics.generated.inc()
@@ -254,6 +275,23 @@ def _cache(cache: CacheReport, text: TextPort) -> dict[str, Any]:
         "divergence": found
         and {"position": found.position, "ours": _named(found.ours, text), "seen": _named(found.seen, text)},
     }
+
+
+def _account_line(id: str, finished: Finished, text: TextPort) -> str:
+    """One line per request for the log: what was restored, what was computed, and why not more was known."""
+    cache = finished.cache
+    line = (
+        f"request {id[:8]} {finished.reason}: {finished.prompt_tokens} prompt tokens, "
+        f"restored {cache.restored_ram} from RAM and {cache.restored_disk} from disk, "
+        f"computed {cache.computed}, published {cache.published}, answered {finished.completion_tokens}"
+    )
+    if cache.miss is None:
+        return line
+    found = cache.divergence
+    if found is None or found.ours is None or found.seen is None:
+        return f"{line}; {cache.miss}"
+    ours, seen = (text.token_bytes(token).decode(errors="replace") for token in (found.ours, found.seen))
+    return f"{line}; {cache.miss}: {ours!r} came, {seen!r} was known"
 
 
 def _named(token: int | None, text: TextPort) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rekindle.api.ports import EnginePort
+from rekindle.api.ports import CachePort, EnginePort
 from rekindle.engine.types import Finished
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # seconds: a full hit to a long cold prefill
@@ -26,6 +26,9 @@ class Metrics:
             "rekindle_restored_tokens", "Prompt tokens restored from a snapshot", ["tier"], registry=registry
         )
         self.generated = Counter("rekindle_generated_tokens", "Tokens drawn", registry=registry)
+        self.preparations = Counter(
+            "rekindle_preparations", "Prompts expected next, by what became of them", ["outcome"], registry=registry
+        )
         self.first_token = Histogram(
             "rekindle_time_to_first_token_seconds",
             "From the request's arrival to its first token",
@@ -72,3 +75,44 @@ class _EngineGauges(Collector):
         tokens.add_metric(["restored"], status.restored_tokens)
         tokens.add_metric(["generated"], status.generated_tokens)
         yield tokens
+        yield CounterMetricFamily("rekindle_audits", "Restored snapshots computed again and compared", status.audits)
+        yield CounterMetricFamily(
+            "rekindle_audit_mismatches", "Audits that found a wrong snapshot", status.audit_mismatches
+        )
+        yield from _cache_counters(status.cache)
+        yield from _cache_sizes(status.cache)
+
+
+def _cache_counters(cache: CachePort) -> Iterable[Metric]:
+    for name, what, label, counts in (
+        ("hits", "Lookups that found a prefix", "tier", cache.hits),
+        ("restored_tokens", "Tokens of the prefixes found", "tier", cache.restored),
+        ("misses", "Lookups that found nothing", "reason", cache.misses),
+        ("short_hits", "Prefixes found that end before the prompt does", "reason", cache.short_hits),
+        ("refused_saves", "Snapshots that were not saved", "reason", cache.refused_saves),
+    ):
+        family = CounterMetricFamily(f"rekindle_cache_{name}", what, labels=[label])
+        for value, count in counts.items():
+            family.add_metric([value], count)
+        yield family
+    evictions = CounterMetricFamily(
+        "rekindle_cache_evictions", "Snapshots that left a tier", labels=["tier", "outcome"]
+    )
+    for which, count in cache.evictions.items():
+        evictions.add_metric(which.split(":"), count)
+    yield evictions
+    yield CounterMetricFamily("rekindle_cache_published", "Snapshots published", cache.published)
+    yield CounterMetricFamily("rekindle_cache_saves", "Snapshots saved to disk", cache.saves)
+    yield CounterMetricFamily("rekindle_cache_bad_files", "Files on disk that could not be used", cache.bad_files)
+
+
+def _cache_sizes(cache: CachePort) -> Iterable[Metric]:
+    for name, what, ram, disk in (
+        ("snapshots", "Snapshots in a tier", cache.ram_entries, cache.disk_entries),
+        ("bytes", "Bytes that a tier takes", cache.ram_bytes, cache.disk_bytes),
+        ("budget_bytes", "Bytes that a tier may take", cache.ram_budget, cache.disk_budget),
+    ):
+        family = GaugeMetricFamily(f"rekindle_cache_{name}", what, labels=["tier"])
+        family.add_metric(["ram"], ram)
+        family.add_metric(["disk"], disk)
+        yield family

@@ -8,22 +8,37 @@ from typing import Any
 from rekindle.errors import BadRequest
 from rekindle.prompt import Prompt
 from rekindle.text import (
+    VOLATILE_LINES,
     ChatTemplate,
     Detokenizer,
     StopText,
     StopWatcher,
     Tokenizer,
+    TurnMemory,
+    VolatileLine,
+    before_last_message,
     boundaries_of_tokens,
     normalise_messages,
 )
 
 
 class ModelText:
-    """One model's tokenizer and template. A model without a template takes no messages, only completions."""
+    """One model's tokenizer and template. A model without a template takes no messages, only completions.
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    With a memory, turns that the model wrote keep the ids it wrote; `rules` say which lines of messages are left out.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        memory: TurnMemory | None = None,
+        rules: Sequence[VolatileLine] = VOLATILE_LINES,
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._memory = memory
+        self._rules = rules
         self._role_starts = template.role_starts if template is not None else None
 
     @property
@@ -39,11 +54,37 @@ class ModelText:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
+        /,
         **kwargs: Any,
     ) -> Prompt:
         if self._template is None:
             raise BadRequest("messages: this model has no chat template; use /v1/completions", "messages")
-        return self._template.render(normalise_messages(messages), tools, add_generation_prompt, **kwargs)
+        said: Sequence[Mapping[str, Any]] = normalise_messages(messages, self._rules)
+        if self._memory is not None:
+            said = self._memory.restored(said)
+        return self._template.render_with(self._memory, said, tools, add_generation_prompt, kwargs)
+
+    def remember(self, prompt: Prompt, ids: Sequence[int], message: Mapping[str, Any]) -> None:
+        start = self._role_starts.last_in(prompt.tokens) if self._role_starts is not None else None
+        if self._memory is None or start is None:
+            return
+        self._memory.remember(prompt.tokens[: start + 1], [*prompt.tokens[start + 1 :], *ids])
+        self._memory.remember_message(message)
+
+    def next_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        answer: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+        /,
+        **kwargs: Any,
+    ) -> Prompt | None:
+        if self._role_starts is None:
+            return None
+        # What the next message says does not matter, only whose it is: templates drop thinking before a user's.
+        following = {"role": "tool" if answer.get("tool_calls") else "user", "content": "x"}
+        prompt = self.render([*messages, answer, following], tools, False, **kwargs)
+        return before_last_message(prompt, self._role_starts)
 
     def encode(self, text: str, add_special_tokens: bool) -> Prompt:
         """Whoever sends a whole prompt writes its structure too, so `<|im_start|>` in it is the token."""

@@ -16,6 +16,43 @@ class PageCountPort(Protocol):
     def free(self) -> int: ...
 
 
+class CachePort(Protocol):
+    """The prefix cache's counts since the start, and its sizes now. Mappings are by tier or by reason."""
+
+    @property
+    def hits(self) -> Mapping[str, int]: ...
+    @property
+    def restored(self) -> Mapping[str, int]: ...
+    @property
+    def misses(self) -> Mapping[str, int]: ...
+    @property
+    def short_hits(self) -> Mapping[str, int]: ...
+    @property
+    def published(self) -> int: ...
+    @property
+    def evictions(self) -> Mapping[str, int]:
+        """By "tier:what became of it"."""
+
+    @property
+    def saves(self) -> int: ...
+    @property
+    def refused_saves(self) -> Mapping[str, int]: ...
+    @property
+    def bad_files(self) -> int: ...
+    @property
+    def ram_entries(self) -> int: ...
+    @property
+    def ram_bytes(self) -> int: ...
+    @property
+    def ram_budget(self) -> int: ...
+    @property
+    def disk_entries(self) -> int: ...
+    @property
+    def disk_bytes(self) -> int: ...
+    @property
+    def disk_budget(self) -> int: ...
+
+
 class EngineStatus(Protocol):
     """The engine at one moment; token counts are totals since it started."""
 
@@ -33,6 +70,12 @@ class EngineStatus(Protocol):
     def restored_tokens(self) -> int: ...
     @property
     def generated_tokens(self) -> int: ...
+    @property
+    def audits(self) -> int: ...
+    @property
+    def audit_mismatches(self) -> int: ...
+    @property
+    def cache(self) -> CachePort: ...
 
 
 class EnginePort(Protocol):
@@ -62,7 +105,7 @@ class StopTextPort(Protocol):
 
 
 class TextPort(Protocol):
-    """`render` and `encode` run on worker threads, several at a time."""
+    """`render`, `encode` and `next_prompt` run on worker threads, several at a time; `remember` runs on the loop."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -74,9 +117,26 @@ class TextPort(Protocol):
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
+        /,
         **kwargs: Any,
     ) -> Prompt:
         """Messages to a prompt by the model's own template; raises BadRequest for what it cannot say."""
+
+    def remember(self, prompt: Prompt, ids: Sequence[int], message: Mapping[str, Any]) -> None:
+        """To `prompt`, which came from `render`, the model said `ids`, the client was given `message`."""
+
+    def next_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        answer: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+        /,
+        **kwargs: Any,
+    ) -> Prompt | None:
+        """What a client that only appends will send after this answer, up to where its new message starts.
+
+        None where that cannot be told; raises BadRequest as `render` does.
+        """
 
     def encode(self, text: str, add_special_tokens: bool) -> Prompt: ...
 

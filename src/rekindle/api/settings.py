@@ -20,6 +20,9 @@ class Settings:
     default_max_tokens: int | None = None  # None: what the context leaves
     sampling: Sampling = field(default_factory=Sampling)  # for fields a request does not set
     heartbeat_seconds: float = 15.0  # an open stream is never silent for longer, so no proxy gives up on a prefill
+    normalise: bool = True  # leave out lines that clients change on each call; `ModelText` gets the rules
+    remember_turns: bool = True  # keep the ids of the model's own turns; `ModelText` gets the memory
+    prepare_next: bool = True  # after an answer, prepare the state for the prompt its client will send next
 
     def __post_init__(self) -> None:
         if not self.models:

@@ -15,6 +15,7 @@ from rekindle.build.model import Model, open_model
 from rekindle.config import Config, show_bytes
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.errors import BadConfig
+from rekindle.experts import CountsFile, RoutingCounts, SpanExperts
 from rekindle.models import load_span
 from rekindle.placement import Machine, Plan, Wishes, make_plan, parse_split, sizes_from_tensors
 from rekindle.pool import KvMode
@@ -36,6 +37,13 @@ class Built:
     model: Model
     plan: Plan
     context: int
+    counts: CountsFile | None = None  # of a model with experts, where there is a folder to keep them in
+
+    def stop(self) -> None:
+        """End every request, then save what the next start should know."""
+        self.engine.stop()
+        if self.counts is not None:
+            self.counts.stop()
 
 
 def build_engine(config: Config, on_progress: Progress | None = None) -> Built:
@@ -47,9 +55,13 @@ def build_engine(config: Config, on_progress: Progress | None = None) -> Built:
     for reason in plan.reasons:
         log.info("plan: %s", reason)
     dtype = _dtype(config, names)
+    counts_file = _counts_file(config, model)
+    counts = counts_file.counts if counts_file else RoutingCounts(model.spec.layers, model.spec.ffn.experts)
     stages: list[Stage] = []
     for stage in plan.stages:
-        span = load_span(model.file, stage.span, torch_device(stage.device.name), dtype, on_progress)
+        experts = SpanExperts(stage.hot, stage.ring_slots, counts) if stage.cold else None
+        device = torch_device(stage.device.name)
+        span = load_span(model.file, stage.span, device, dtype, on_progress, experts)
         kv_mode: KvMode = "sparse" if plan.wishes.kv_mode == "sparse" else "exact"
         stages.append(
             LocalStage(span, stage.slots, stage.pool_pages, plan.wishes.kv_type, stage.host_pages, kv_mode=kv_mode)
@@ -57,7 +69,7 @@ def build_engine(config: Config, on_progress: Progress | None = None) -> Built:
     prefixes = _prefix_cache(config, model, plan)
     settings = EngineSettings(context=plan.wishes.context, queue=config.queue, grid=config.grid, audit=config.audit)
     engine = Engine(Pipeline(stages), prefixes, settings).start()
-    return Built(engine, model, plan, plan.wishes.context)
+    return Built(engine, model, plan, plan.wishes.context, counts_file.start() if counts_file else None)
 
 
 def plan_model(config: Config, model: Model, machine: Machine) -> Plan:
@@ -65,6 +77,7 @@ def plan_model(config: Config, model: Model, machine: Machine) -> Plan:
     spec = model.spec
     names = [device.name for device in machine.devices]
     on_cpu = all(name == "cpu" for name in names)
+    counts_file = _counts_file(config, model)
     wishes = Wishes(
         context=min(config.context or spec.context, spec.context),
         sequences=config.sequences,
@@ -73,11 +86,20 @@ def plan_model(config: Config, model: Model, machine: Machine) -> Plan:
         split=parse_split(config.split, len(names), spec.layers),
         compute_bytes=_dtype(config, names).itemsize,
         chunk=config.grid,
+        counts=counts_file.counts.for_placement() if counts_file else None,
     )
     if config.context is not None and config.context > spec.context:
         raise BadConfig(f"--context is {config.context}, the model was trained for {spec.context}")
     sizes = sizes_from_tensors(spec, _loaded_sizes(model, expanded=on_cpu, itemsize=wishes.compute_bytes))
     return make_plan(machine, spec, sizes, wishes)
+
+
+def _counts_file(config: Config, model: Model) -> CountsFile | None:
+    """Which experts the last run used, beside its snapshots."""
+    spec = model.spec
+    if config.cache_dir is None or not spec.ffn.is_moe:
+        return None
+    return CountsFile(config.cache_dir, model.file.fingerprint(), spec.layers, spec.ffn.experts)
 
 
 def _loaded_sizes(model: Model, expanded: bool, itemsize: int) -> Mapping[str, tuple[tuple[int, ...], int]]:

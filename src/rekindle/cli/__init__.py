@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from rekindle.cli import bench, generate, inspect, plan, serve
+from rekindle.cli import bench, cache, generate, inspect, plan, replay, serve
 from rekindle.errors import RekindleError
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
 app.command("bench")(bench.bench)
+app.command("replay")(replay.replay)
+app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:

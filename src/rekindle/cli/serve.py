@@ -40,8 +40,14 @@ def serve(
     cache_dir: Annotated[Path | None, typer.Option(help="Folder for snapshots that survive a restart.")] = None,
     cache_disk: Annotated[str, typer.Option(help="Disk for snapshots.")] = "16GiB",
     threads: options.Threads = None,
+    audit: Annotated[
+        int, typer.Option(help="Check one in so many restores against a cold run, in idle time; 0 checks none.")
+    ] = 0,
     api_key: Annotated[str | None, typer.Option(envvar="REKINDLE_API_KEY", help="Ask clients for this key.")] = None,
     name: Annotated[str | None, typer.Option(help="Model id shown to clients.")] = None,
+    normalise: Annotated[bool, typer.Option(help="Leave out lines that clients change on each call.")] = True,
+    remember_turns: Annotated[bool, typer.Option(help="Keep the model's own turns in the tokens it wrote.")] = True,
+    prepare_next: Annotated[bool, typer.Option(help="Prepare the next prompt's state after an answer.")] = True,
 ) -> None:
     """Serve a model over HTTP, in the dialects that agents speak."""
     config = Config(
@@ -61,12 +67,21 @@ def serve(
         cache_dir=cache_dir,
         cache_disk=parse_bytes(cache_disk, "--cache-disk"),
         threads=threads,
+        audit=audit,
     )
     listener = _listen(host, port)
     built = options.load_with_progress(config)
     try:
-        app = build_app(built, api_key=api_key, name=name)
+        app = build_app(
+            built,
+            api_key=api_key,
+            name=name,
+            normalise=normalise,
+            remember_turns=remember_turns,
+            prepare_next=prepare_next,
+        )
         address, port = listener.getsockname()[:2]
+        listener.listen()  # from the greeting on, nobody is refused
         _greet(built, address, port, name or built.model.name)
         uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)).run(sockets=[listener])
     finally:

@@ -64,12 +64,12 @@ class Auditor:
 
     def judge(self, audit: Audit, cold: Snapshot) -> None:
         """Compare; a wrong snapshot is never used again."""
-        self.audits += 1
         fault = self._fault(audit, cold)
         if fault is not None:
             self.mismatches += 1
             log.error("audit: the snapshot of %d tokens is wrong and was set aside: %s", cold.position, fault)
             self._prefixes.set_aside(audit.entry, f"audit: {fault}")
+        self.audits += 1  # last: whoever reads the count finds the outcome
 
     def _fault(self, audit: Audit, cold: Snapshot) -> str | None:
         exact = self._must_be_exact(audit, cold)

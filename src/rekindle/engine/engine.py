@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rekindle.batch import DRAWN, Batch, Segment
+from rekindle.engine.audit import Audit, Auditor
 from rekindle.engine.flight import Flight
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.sampler import draw, logprob_of
@@ -29,12 +30,14 @@ from rekindle.engine.types import (
     FinishReason,
     PromptLogprobs,
     Request,
+    Sampling,
     Started,
     Token,
 )
-from rekindle.errors import BadRequest, PromptTooLong, QueueFull, RekindleError
-from rekindle.prefix import Hit, PrefixCache, Tier
-from rekindle.prompt import Boundary, BoundaryKind
+from rekindle.errors import BadRequest, PromptTooLong, QueueFull, RekindleError, StageLost
+from rekindle.prefix import Hit, Lookup, PrefixCache, Tier
+from rekindle.prefix.cache import CacheStats
+from rekindle.prompt import Boundary, BoundaryKind, Prompt
 from rekindle.snapshots.types import Snapshot
 from rekindle.spec import PAGE
 from rekindle.stages import Pipeline
@@ -49,6 +52,7 @@ class EngineSettings:
     queue: int = 256  # requests that may wait for a slot
     run_ahead: int = 0  # steps handed over before their token is known; 0 leaves it to the pipeline
     grid: int = 512  # prefill chunk; part of what makes two runs equal, so one number for the life of a cache
+    audit: int = 0  # one in so many restores is computed again, cold, and compared; 0 audits nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,9 @@ class EngineStatus:
     computed_tokens: int  # prompt tokens that ran through a forward
     restored_tokens: int
     generated_tokens: int
+    audits: int
+    audit_mismatches: int
+    cache: CacheStats
 
 
 class Engine:
@@ -71,6 +78,8 @@ class Engine:
         self.settings = settings
         self._scheduler = Scheduler(settings.grid, pipeline.depth, settings.run_ahead or pipeline.run_ahead)
         self._publisher = Publisher(pipeline, prefixes, settings.grid)
+        on_cpu = all(stage.device == "cpu" for stage in pipeline.stages)
+        self._auditor = Auditor(prefixes, settings.audit, on_cpu)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -113,6 +122,9 @@ class Engine:
             computed_tokens=self._computed,
             restored_tokens=self._restored,
             generated_tokens=self._generated,
+            audits=self._auditor.audits,
+            audit_mismatches=self._auditor.mismatches,
+            cache=self.prefixes.stats(),
         )
 
     def stop(self) -> None:
@@ -133,7 +145,7 @@ class Engine:
         if -(-(length + 1) // PAGE) > pages:
             raise PromptTooLong(f"the prompt has {length} tokens, the KV pool holds {pages * PAGE}")
         room = min(self.settings.context, pages * PAGE) - length
-        return Sequence(request, list(request.prompt.tokens), max_tokens=min(request.max_tokens, room))
+        return Sequence(request, list(request.prompt.tokens), min(request.max_tokens, room), prefill_end=length)
 
     # The loop
 
@@ -141,6 +153,8 @@ class Engine:
         while self._take_commands():
             try:
                 self._step()
+            except StageLost as error:
+                self._outlive(error)
             except Exception as error:
                 log.exception("the engine's step failed; ending the requests it held")
                 self._fail_everything(error)
@@ -164,6 +178,7 @@ class Engine:
         idle = not self._running and not self._waiting and not self._flights
         if idle:
             self._publisher.drain()
+            idle = not self._start_audit()
         while True:
             try:
                 command = self._commands.get(block=idle)
@@ -216,10 +231,12 @@ class Engine:
 
     def _twin_is_ahead(self, sequence: Sequence) -> bool:
         """Another prompt with the same beginning is being run right now: wait for its boundary and restore from it."""
-        if sequence.parked is not None or sequence.request.prompt_logprobs is not None:
+        if sequence.parked is not None or sequence.request.prompt_logprobs is not None or sequence.audit is not None:
             return False
         for other in self._scheduler.prefilling:
-            shared = _common_length(sequence.tokens, other.tokens[: other.prompt_length])
+            if other.audit is not None:
+                continue  # its edges are given and it publishes nothing
+            shared = _common_length(sequence.tokens, other.tokens[: other.prefill_end])
             if shared < PAGE:
                 continue
             other.add_boundary(Boundary(shared, BoundaryKind.BRANCH))
@@ -241,7 +258,7 @@ class Engine:
             return False
         self._free_slots.pop()
         sequence.slot = slot
-        sequence.phase = Phase.PREFILL if sequence.prompt_left else Phase.DECODE
+        sequence.phase = Phase.PREFILL if sequence.prefill_left else Phase.DECODE
         if not sequence.admitted_at:
             sequence.admitted_at = time.monotonic()
             with self._lock:
@@ -251,6 +268,10 @@ class Engine:
         return True
 
     def _restore_prefix(self, sequence: Sequence, slot: int) -> bool:
+        if sequence.audit is not None:
+            self.pipeline.open(slot)
+            sequence.cuts = sequence.audit.cuts
+            return True
         if sequence.request.prompt_logprobs is not None:
             self.pipeline.open(slot)
             sequence.cache = CacheReport(
@@ -269,15 +290,19 @@ class Engine:
             self._restore_hit(sequence, slot, hit)
         for boundary in self._boundaries(sequence, found.departure):
             sequence.add_boundary(boundary)
-        restored = sequence.position
-        sequence.cache = CacheReport(
+        if not sequence.admitted_at:
+            sequence.cache = self._report(sequence, found)
+        return True
+
+    def _report(self, sequence: Sequence, found: Lookup) -> CacheReport:
+        restored, hit = sequence.position, found.hit
+        return CacheReport(
             restored_ram=restored if hit and hit.tier is Tier.RAM else 0,
             restored_disk=restored if hit and hit.tier is Tier.DISK else 0,
             computed=sequence.prompt_length - restored,
             miss=found.reason,
             divergence=Divergence(found.departure, found.ours, found.seen) if found.miss is not None else None,
         )
-        return True
 
     def _restore_hit(self, sequence: Sequence, slot: int, hit: Hit) -> None:
         try:
@@ -286,7 +311,8 @@ class Engine:
             hit.release()
         sequence.position = sequence.settled = hit.position
         sequence.stretches = list(hit.snapshot.stretches)
-        if hit.position == sequence.prompt_length:
+        self._auditor.note(hit)
+        if hit.position == sequence.prefill_end:
             sequence.logits = hit.snapshot.logits
 
     def _boundaries(self, sequence: Sequence, divergence: int) -> list[Boundary]:
@@ -294,7 +320,7 @@ class Engine:
         boundaries = list(sequence.request.prompt.boundaries)
         if divergence >= PAGE:
             boundaries.append(Boundary(divergence, BoundaryKind.BRANCH))
-        boundaries.append(Boundary(sequence.prompt_length, BoundaryKind.END))
+        boundaries.append(Boundary(sequence.prefill_end, BoundaryKind.END))
         return boundaries
 
     # Pages
@@ -332,10 +358,10 @@ class Engine:
         flight = Flight(batch, tuple(owners), self.pipeline.forward(batch, self._ahead_of(batch, owners)))
         for segment, sequence in zip(batch.segments, owners, strict=True):
             sequence.in_flight += 1
-            how = "prefill" if sequence.phase is Phase.PREFILL else "decode"
+            how = sequence.how(alone=len(owners) == 1)
             sequence.record(segment.position, segment.end, how, self.settings.grid)
             sequence.position = segment.end
-            if how == "prefill" and segment.end in sequence.kinds:
+            if sequence.phase is Phase.PREFILL and segment.end in sequence.kinds:
                 self._publisher.capture(sequence, segment.end, sequence.kinds[segment.end])
         if flight.output.done() and flight.output.exception() is None:
             flight.draw()  # the device goes on to draw while the host does other things
@@ -353,6 +379,9 @@ class Engine:
 
     def _set_aside_youngest(self) -> None:
         """Pages are short: the youngest sequence leaves its slot with all its state, and returns when there is room."""
+        if background := [s for s in self._running if s.request.background]:
+            self._finish(background[-1], FinishReason.CANCELLED)  # nobody waits for it
+            return
         victim = max(self._running, key=lambda s: s.submitted_at)
         parts = self.pipeline.capture(victim.slot).result()
         victim.parked = Snapshot(
@@ -371,6 +400,9 @@ class Engine:
 
     def _settle(self, flight: Flight) -> None:
         error = flight.output.exception()
+        if isinstance(error, StageLost):
+            self._outlive(error)
+            return
         if isinstance(error, Exception):
             self._fail(flight.owners, error)
             return
@@ -380,7 +412,7 @@ class Engine:
             sequence.settled = segment.end
             if sequence.phase is Phase.PREFILL:
                 self._settle_chunk(sequence, segment, rows)
-            if len(rows) and segment.end >= sequence.prompt_length:
+            if len(rows) and segment.end >= sequence.prefill_end:
                 sequence.logits = rows[-1]
             if sequence.phase is Phase.ENDING and sequence.in_flight == 0:
                 self._let_go(sequence)
@@ -391,12 +423,16 @@ class Engine:
                     self._take_token(sequence, token)
 
     def _settle_chunk(self, sequence: Sequence, segment: Segment, rows: torch.Tensor) -> None:
+        if sequence.audit is not None:
+            if segment.end == sequence.prompt_length and not sequence.cancelled:
+                self._conclude_audit(sequence, sequence.audit, rows[-1])
+            return
         self._computed += len(segment)
         if len(rows) and segment.end in sequence.kinds:
             self._publisher.give_logits(sequence, segment.end, rows[-1])
         if sequence.request.prompt_logprobs is not None:
             sequence.prompt_rows.append(rows)
-        if segment.end < sequence.prompt_length:
+        if segment.end < sequence.prefill_end:
             return
         self._scheduler.remove(sequence)
         sequence.phase = Phase.DECODE
@@ -439,6 +475,28 @@ class Engine:
         following = sequence.tokens[1 : sequence.prompt_length]
         rows = (logprob_of(row, token, top) for row, token in zip(logits, following, strict=True))
         return PromptLogprobs((None, *rows))
+
+    # Audits: restored snapshots computed again in idle time
+
+    def _start_audit(self) -> bool:
+        audit = self._auditor.take()
+        if audit is None:
+            return False
+        tokens = tuple(audit.snapshot.tokens.tolist())
+        request = Request(
+            "audit", Prompt(tokens), Sampling(), 0, stop_tokens=frozenset(), sink=lambda event: None, background=True
+        )
+        with self._lock:
+            self._waiting_count += 1
+        self._enqueue(Sequence(request, list(tokens), max_tokens=0, prefill_end=len(tokens), audit=audit))
+        return True
+
+    def _conclude_audit(self, sequence: Sequence, audit: Audit, logits: torch.Tensor) -> None:
+        parts = self.pipeline.capture(sequence.slot).result()
+        self._end(sequence)
+        tokens, stretches = audit.snapshot.tokens, tuple(sequence.stretches)
+        logits = logits.detach().to("cpu", torch.float32)
+        self._auditor.judge(audit, Snapshot(tokens, parts, logits, self.settings.grid, stretches))
 
     # Ends
 
@@ -484,6 +542,27 @@ class Engine:
                 self._end(sequence)
                 if not answered:
                     self._emit(sequence, Failed(error))
+
+    def _outlive(self, error: StageLost) -> None:
+        """A stage is gone, and with it a part of every live state. Bring it back and run again what must be, or say so."""
+        self._flights.clear()
+        try:
+            self.pipeline.recover()
+            self._publisher.abandon()
+        except RekindleError as failure:
+            self._publisher.abandon()
+            log.error("%s; it could not be brought back: %s", error, failure)
+            self._fail([*self._running, *self._waiting], error)
+            return
+        log.warning("%s; it is back, %d requests go on from their newest snapshot", error, len(self._running))
+        for sequence in sorted(self._running, key=lambda s: s.submitted_at, reverse=True):
+            answered = sequence.phase is Phase.ENDING
+            self._leave_slot(sequence)
+            if answered:
+                self._end(sequence)
+            else:
+                sequence.start_over()
+                self._waiting.appendleft(sequence)
 
     def _fail_everything(self, error: Exception) -> None:
         self._flights.clear()

@@ -66,5 +66,5 @@ class Flight:
 
 
 def _draws(segment: Segment, owner: Sequence) -> bool:
-    completes = owner.phase is Phase.PREFILL and segment.end == owner.prompt_length
+    completes = owner.phase is Phase.PREFILL and segment.end == owner.prefill_end
     return owner.max_tokens > 0 and (completes or owner.phase is Phase.DECODE)

@@ -58,6 +58,11 @@ class Publisher:
     def publish_ready(self) -> None:
         self._pending = [pending for pending in self._pending if not self._publish(pending)]
 
+    def abandon(self) -> None:
+        """A stage was lost: publish what is whole, forget the captures whose forward never came back."""
+        self.publish_ready()
+        self._pending.clear()
+
     def drain(self) -> None:
         """Wait for every capture that was asked for; called when idle and at the end."""
         for pending in self._pending:

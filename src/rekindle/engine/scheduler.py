@@ -68,7 +68,7 @@ class Scheduler:
 
     def _chunk_turns(self) -> list[Sequence]:
         """Who may run a chunk now, in turn; background work only where nobody else has any."""
-        ready = [s for s in self._prefilling if s.prompt_left and s.in_flight < self.in_flight and not s.cancelled]
+        ready = [s for s in self._prefilling if s.prefill_left and s.in_flight < self.in_flight and not s.cancelled]
         foreground = [s for s in ready if not s.request.background]
         return foreground or ready
 
@@ -85,5 +85,5 @@ def _chunk(sequence: Sequence, end: int) -> Segment:
         wanted = Wanted.ALL
     else:
         # Every captured boundary keeps its logits, so that a prompt which ends there runs no forward at all.
-        wanted = Wanted.LAST if end in sequence.kinds or end == sequence.prompt_length else Wanted.NONE
+        wanted = Wanted.LAST if end in sequence.kinds or end == sequence.prefill_end else Wanted.NONE
     return Segment(sequence.slot, sequence.position, tuple(sequence.tokens[sequence.position : end]), wanted)

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 import torch
 
+from rekindle.engine.audit import Audit
 from rekindle.engine.chunks import chunk_end
 from rekindle.engine.sampler import needs_history
 from rekindle.engine.types import CacheReport, Request, Sampling, Timings
@@ -38,6 +39,7 @@ class Sequence:
     request: Request
     tokens: list[int]
     max_tokens: int
+    prefill_end: int  # tokens to be in the state before the next draw: the prompt, or after a loss the answer so far too
     phase: Phase = Phase.WAITING
     slot: int = -1
     position: int = 0
@@ -49,6 +51,7 @@ class Sequence:
     logits: torch.Tensor | None = None  # [vocab] after `settled` tokens, while they may still be needed
     parked: Snapshot | None = None  # all state, while the sequence was set aside for want of pages
     found: Lookup | None = None  # what the index knew, while pages were short at admission
+    audit: Audit | None = None  # what this run is compared with; it restores and publishes nothing
     captured: int = 0  # the longest prefix that was captured for this request
     cancelled: bool = False
     cache: CacheReport = field(default_factory=CacheReport)
@@ -70,12 +73,24 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
-    def prompt_left(self) -> int:
-        return max(0, self.prompt_length - self.position)
+    def prefill_left(self) -> int:
+        return max(0, self.prefill_end - self.position)
+
+    def start_over(self) -> None:
+        """Its state is lost. The tokens given out stay given out; what must be in the state is run again."""
+        self.phase = Phase.WAITING
+        self.slot = -1
+        self.position = self.settled = self.in_flight = 0
+        self.prefill_end = len(self.tokens)
+        self.logits = None
+        self.stretches.clear()
+        self.cuts.clear()
+        self.kinds.clear()
+        self.prompt_rows.clear()
 
     def add_boundary(self, boundary: Boundary) -> None:
         """Capture here too, if the run has not passed it."""
-        if self.position < boundary.position <= self.prompt_length and boundary.position not in self.kinds:
+        if self.position < boundary.position <= self.prefill_end and boundary.position not in self.kinds:
             insort(self.cuts, boundary.position)
             self.kinds[boundary.position] = boundary.kind
 
@@ -86,16 +101,22 @@ class Sequence:
         return left > 0 and not needs_history(self.sampling)
 
     def next_chunk_end(self, grid: int) -> int:
-        return chunk_end(self.position, self.prompt_length, grid, self.cuts)
+        return chunk_end(self.position, self.prefill_end, grid, self.cuts)
 
     def pages_needed(self, end: int) -> int:
         """Pages beyond those it has, before positions up to `end` can be stored."""
         return -(-end // PAGE) - -(-self.position // PAGE)
 
+    def how(self, alone: bool) -> str:
+        """In a manifest's words, how its next tokens are computed; "prefill", alone in its batch, repeats its bits."""
+        if self.phase is not Phase.PREFILL:
+            return "decode"
+        return "prefill" if alone else "batched"
+
     def record(self, start: int, stop: int, how: str, grid: int) -> None:
         """Remember how [start, stop) was computed; a prefill edge off the grid is a cut."""
         last = self.stretches[-1] if self.stretches else None
-        cut = (stop,) if how == "prefill" and stop % grid else ()
+        cut = (stop,) if how != "decode" and stop % grid else ()
         if last is not None and last.how == how and last.stop == start:
             self.stretches[-1] = Stretch(stop, how, last.cuts + cut)
         else:

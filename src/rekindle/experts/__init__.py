@@ -1,5 +1,17 @@
 """A routed layer: which experts a row takes, and where their weights are."""
 
-from rekindle.experts.routed import RoutedFfn, load_routed_ffn
+from rekindle.experts.cost import CostModel
+from rekindle.experts.counts import CountsFile, RoutingCounts
+from rekindle.experts.expert_set import ExpertSet, Way
+from rekindle.experts.routed import RoutedFfn, SpanExperts, load_routed_ffn
 
-__all__ = ["RoutedFfn", "load_routed_ffn"]
+__all__ = [
+    "CostModel",
+    "CountsFile",
+    "ExpertSet",
+    "RoutedFfn",
+    "RoutingCounts",
+    "SpanExperts",
+    "Way",
+    "load_routed_ffn",
+]

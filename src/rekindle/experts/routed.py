@@ -1,19 +1,28 @@
-"""The feed-forward part of an MoE layer."""
+"""The feed-forward part of an MoE layer, and loading it: all experts on the device, or some of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from rekindle.kernels.matmul import Matrix, make_matrix
+from rekindle.experts.cost import CostModel
+from rekindle.experts.counts import LayerCounter, RoutingCounts
+from rekindle.experts.dense import DenseWeights
+from rekindle.experts.expert_set import ExpertSet
+from rekindle.experts.packed import PackedWeights, Staging
+from rekindle.experts.probe import measure_costs
+from rekindle.experts.residency import Residency
+from rekindle.experts.stored import StoredExperts, stored_experts
+from rekindle.kernels.matmul import Matrix, make_matrix, stays_quantised
 from rekindle.kernels.moe import ExpertStack, SharedExpert, make_stack, moe, route
 from rekindle.weights import WeightFile
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedFfn:
-    """A router, the experts it chooses from, and the shared expert that every row takes."""
+    """A router, the experts it chooses from, and the shared expert that every row takes. All are on the device."""
 
     router: torch.Tensor  # [experts, hidden], float32: near ties must not be decided by rounding
     used: int
@@ -21,14 +30,57 @@ class RoutedFfn:
     up: ExpertStack
     down: ExpertStack
     shared: SharedExpert
+    counter: LayerCounter | None = None  # only beside layers with cold experts, whose share of memory it may claim
+
+    @property
+    def all_resident(self) -> bool:
+        return True
+
+    def can_record(self, rows: int) -> bool:
+        return True
+
+    def settle(self, rows: int) -> None:
+        if self.counter is not None:
+            self.counter.poll(rows)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         ids, weights = route(h, self.router, self.used)
+        if self.counter is not None:
+            self.counter.note(ids)
         return moe(h, ids, weights, self.gate, self.up, self.down, self.shared)
 
 
-def load_routed_ffn(file: WeightFile, name: str, device: torch.device, dtype: torch.dtype) -> RoutedFfn:
-    """The experts of the layer whose tensors begin with `name`."""
+@dataclass
+class SpanExperts:
+    """What placement decided for the layers of a span, and what its layers share."""
+
+    hot: Sequence[Sequence[int]]  # expert ids per layer of the span
+    ring: Sequence[int]  # spare slots per layer of the span
+    counts: RoutingCounts
+    cost: CostModel | None = None  # measured at the first layer if left out
+    keep: int = 0  # expanded experts that the CPU keeps per layer
+    _staging: dict[object, Staging] = field(default_factory=dict)
+
+    def has_cold(self, experts: int) -> bool:
+        return any(len(hot) < experts for hot in self.hot)
+
+    def staging_like(self, stored: StoredExperts) -> Staging | None:
+        return self._staging.get(_kind(stored))
+
+    def keep_staging(self, stored: StoredExperts, staging: Staging) -> None:
+        self._staging[_kind(stored)] = staging
+
+
+def load_routed_ffn(
+    file: WeightFile,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    plan: SpanExperts | None = None,
+    place: int = 0,
+    layer: int = 0,
+) -> RoutedFfn | ExpertSet:
+    """The experts of the layer whose tensors begin with `name`; it is the layer at `place` in the plan's span."""
 
     def stack(part: str) -> ExpertStack:
         info = file.tensors[f"{name}.{part}.weight"]
@@ -43,16 +95,44 @@ def load_routed_ffn(file: WeightFile, name: str, device: torch.device, dtype: to
     def values(part: str) -> torch.Tensor:
         return torch.from_numpy(file.values(f"{name}.{part}.weight").copy()).to(device)
 
-    return RoutedFfn(
-        router=values("ffn_gate_inp"),
-        used=file.spec.ffn.used,
-        gate=stack("ffn_gate_exps"),
-        up=stack("ffn_up_exps"),
-        down=stack("ffn_down_exps"),
-        shared=SharedExpert(
-            gate=matrix("ffn_gate_shexp"),
-            up=matrix("ffn_up_shexp"),
-            down=matrix("ffn_down_shexp"),
-            scale=values("ffn_gate_inp_shexp").flatten(),
-        ),
+    router, used = values("ffn_gate_inp"), file.spec.ffn.used
+    shared = SharedExpert(
+        gate=matrix("ffn_gate_shexp"),
+        up=matrix("ffn_up_shexp"),
+        down=matrix("ffn_down_shexp"),
+        scale=values("ffn_gate_inp_shexp").flatten(),
     )
+    counter = None
+    if plan is not None and plan.has_cold(file.spec.ffn.experts):
+        counter = LayerCounter(plan.counts, layer, device)
+        if len(plan.hot[place]) < file.spec.ffn.experts:
+            stored = stored_experts(file, name)
+            return make_expert_set(stored, plan, place, counter, router, used, shared, device, dtype)
+    gate, up, down = stack("ffn_gate_exps"), stack("ffn_up_exps"), stack("ffn_down_exps")
+    return RoutedFfn(router, used, gate, up, down, shared, counter)
+
+
+def make_expert_set(
+    stored: StoredExperts,
+    plan: SpanExperts,
+    place: int,
+    counter: LayerCounter,
+    router: torch.Tensor,
+    used: int,
+    shared: SharedExpert,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> ExpertSet:
+    residency = Residency(plan.hot[place], plan.ring[place], stored.count, device)
+    weights: DenseWeights | PackedWeights
+    if all(stays_quantised(part.type, device) for part in stored.parts):
+        weights = PackedWeights(stored, residency, device, plan.staging_like(stored), plan.keep)
+        plan.keep_staging(stored, weights.staging)
+        plan.cost = plan.cost or measure_costs(weights, residency, router.shape[1], dtype)
+    else:
+        weights = DenseWeights(stored, residency, device, dtype, plan.keep)
+    return ExpertSet(router, used, weights, residency, shared, plan.cost or CostModel.same_memory(), counter)
+
+
+def _kind(stored: StoredExperts) -> object:
+    return tuple((part.type, part.shape[1:]) for part in stored.parts)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from rekindle.kernels.attention import attend, sigmoid_gate
+from rekindle.kernels.attention import sigmoid_gate
 from rekindle.kernels.conv import conv_silu
 from rekindle.kernels.gated_delta import gated_delta_norm, gated_delta_rows
 from rekindle.kernels.matmul import Matrix, multiply, multiply_all, swiglu
@@ -53,7 +53,7 @@ class AttentionBlock:
         query = norm_rope_store(
             q[:, :, : spec.head_dim], k, v, self.q_norm, self.k_norm, self.eps, self.frequencies, state.kv, rows
         )
-        mixed = attend(query, state.kv, rows, spec.head_dim**-0.5)
+        mixed = state.attend(query, rows, spec.head_dim**-0.5)
         flat = sigmoid_gate(mixed, q[:, :, spec.head_dim :]) if spec.gated else mixed.reshape(n, -1)
         return multiply(flat, self.out)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rekindle.experts import RoutedFfn, load_routed_ffn
+from rekindle.experts import ExpertSet, RoutedFfn, SpanExperts, load_routed_ffn
 from rekindle.kernels.matmul import Matrix, make_matrix
 from rekindle.kernels.rope import rope_frequencies
 from rekindle.models.embedding import load_embedding
@@ -25,9 +25,13 @@ def load_span(
     device: torch.device,
     dtype: torch.dtype,
     on_progress: Progress | None = None,
+    experts: SpanExperts | None = None,
 ) -> ModelSpan:
-    """The layers of `span`; with the embedding if it starts the model, with the head if it ends it."""
-    return _Loader(file, span, device, dtype, on_progress).load()
+    """The layers of `span`; with the embedding if it starts the model, with the head if it ends it.
+
+    Every expert goes to the device unless `experts` says which.
+    """
+    return _Loader(file, span, device, dtype, on_progress, experts).load()
 
 
 @dataclass
@@ -37,6 +41,7 @@ class _Loader:
     device: torch.device
     dtype: torch.dtype
     on_progress: Progress | None
+    experts: SpanExperts | None
     done: int = 0
 
     def load(self) -> ModelSpan:
@@ -62,7 +67,7 @@ class _Loader:
         return HybridLayer(
             index=index,
             mixer=self.attention(name) if is_attention else self.delta(name),
-            ffn=self.routed(name) if spec.ffn.is_moe else self.dense(name),
+            ffn=self.routed(index) if spec.ffn.is_moe else self.dense(name),
             mixer_norm=self.vector(f"{name}.attn_norm.weight"),
             ffn_norm=self.vector(ffn_norm),
             eps=spec.eps,
@@ -106,8 +111,9 @@ class _Loader:
             down=self.matrix(f"{name}.ffn_down.weight"),
         )
 
-    def routed(self, name: str) -> RoutedFfn:
-        ffn = load_routed_ffn(self.file, name, self.device, self.dtype)
+    def routed(self, index: int) -> RoutedFfn | ExpertSet:
+        name, place = f"blk.{index}", index - self.span.start
+        ffn = load_routed_ffn(self.file, name, self.device, self.dtype, self.experts, place, index)
         for tensor in self.file.tensors.values():
             if tensor.name.startswith(f"{name}.ffn_") and not tensor.name.endswith("norm.weight"):
                 self._count(tensor.nbytes)

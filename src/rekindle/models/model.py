@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rekindle.experts import ExpertSet, RoutedFfn
 from rekindle.kernels.matmul import Matrix, multiply
 from rekindle.kernels.norm import rms_norm
 from rekindle.kernels.ragged import Ragged
@@ -48,6 +49,25 @@ class ModelSpan:
     def is_last(self) -> bool:
         return self.head is not None
 
+    @property
+    def routed(self) -> tuple[RoutedFfn | ExpertSet, ...]:
+        return tuple(layer.ffn for layer in self.layers if isinstance(layer.ffn, RoutedFfn | ExpertSet))
+
+    @property
+    def all_resident(self) -> bool:
+        """No expert of the span is cold."""
+        return all(ffn.all_resident for ffn in self.routed)
+
+    def can_record(self, rows: int) -> bool:
+        """A step of so many rows runs without an answer from the host, so it may be recorded and replayed."""
+        return all(ffn.can_record(rows) for ffn in self.routed)
+
+    def settle(self, rows: int) -> None:
+        """Between forwards: counts are brought up to date and experts change places. `run` calls it by itself; a
+        replayed step does not run this code, so whoever replays calls it before."""
+        for ffn in self.routed:
+            ffn.settle(rows)
+
     def enter(self, tokens: Sequence[int] | torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
         """[rows, hidden]: the embedded tokens, or what the stage before sent."""
         if self.embedding is None:
@@ -56,6 +76,8 @@ class ModelSpan:
         return self.embedding.rows(tokens)
 
     def run(self, x: torch.Tensor, rows: Ragged, states: Mapping[int, LayerState]) -> torch.Tensor:
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.settle(x.shape[0])
         y: torch.Tensor | None = None
         for layer in self.layers:
             x, y = layer.forward(x, y, rows, states[layer.index])

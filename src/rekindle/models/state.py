@@ -6,14 +6,26 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rekindle.kernels.ragged import Ragged
+from rekindle.pool import PoolReader
 from rekindle.spec import DeltaSpec
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class KvState:
-    """KV of one attention layer: the pool's pages."""
+    """KV of one attention layer: number `index` of the pool's."""
 
-    kv: torch.Tensor  # [pages + 1, 2, PAGE, kv_heads, row]
+    reader: PoolReader
+    index: int
+
+    @property
+    def kv(self) -> torch.Tensor:
+        """[places + 1, 2, PAGE, kv_heads, row]; open pages are always in it, so rows are stored here."""
+        return self.reader.pool.kv[self.index]
+
+    def attend(self, query: torch.Tensor, rows: Ragged, scale: float) -> torch.Tensor:
+        """query [rows, heads, dim] over every page that counts, wherever it lies."""
+        return self.reader.attend(self.index, query, rows, scale)
 
 
 @dataclass(slots=True)

@@ -1,5 +1,7 @@
-"""At most N pages of KV; positions ↔ pages."""
+"""At most N pages of KV on the device; positions ↔ pages; paging to host; page scores."""
 
-from rekindle.pool.pages import PagePool, PageTable, PoolFull
+from rekindle.pool.choice import KvMode, Policy
+from rekindle.pool.pages import HeldPage, PagePool, PageTable, PagingCounts, PoolFull
+from rekindle.pool.reader import PoolReader
 
-__all__ = ["PagePool", "PageTable", "PoolFull"]
+__all__ = ["HeldPage", "KvMode", "PagePool", "PageTable", "PagingCounts", "Policy", "PoolFull", "PoolReader"]

@@ -1,16 +1,25 @@
-"""At most N pages of KV for the attention layers of one stage.
+"""Pages of KV for the attention layers of one stage: at most `places` of them on the device, the rest in host memory.
 
 A page is PAGE consecutive positions of one sequence, in all attention layers of the stage at once. An open page
 belongs to one sequence, which appends to it. A sealed page is never written again, so sequences and snapshots share
-it: live sequences by reference count here, snapshots as host copies (`Page`) that are made once per page.
+it; its host copies (`Page`, one per layer) are made once. A page is resident while it has a place on the device. When
+places are short, sealed pages go away: only their host copies are left, they are attended where they lie, and they
+come back bit-exact when there is room. So where a page lies never changes an answer.
+
+    open                  a place, no copies
+    sealed, resident      a place, and copies once somebody asked for them
+    sealed, away          no place, copies
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 
 import torch
 
+from rekindle.pool.choice import SINK, is_kept
 from rekindle.snapshots.types import Page
 from rekindle.spec import PAGE
 
@@ -19,124 +28,329 @@ class PoolFull(Exception):
     """No page is free. The engine answers it by setting a sequence aside, so it never reaches a client."""
 
 
-@dataclass(slots=True)
-class PageTable:
-    """The pages of one sequence: page i holds positions [i·PAGE, (i + 1)·PAGE); the last one may be open."""
+class Worth(IntEnum):
+    """How much a sequence wants a sealed page on the device; the least wanted goes away first."""
 
-    pages: list[int] = field(default_factory=list)
+    SPARE = 0  # not attended
+    WANTED = 1  # attended
+    KEPT = 2  # sink or tail: goes only where the pool cannot even hold the sinks and tails of all sequences
+    WRITTEN = 3  # more than any sealed page is worth: rows are about to be stored
+
+
+@dataclass(slots=True, eq=False)
+class HeldPage:
+    """One page that live sequences hold."""
+
+    place: int | None  # on the device; None: away
+    copies: tuple[Page, ...] | None = None  # in host memory, one per layer
+    holders: int = 1
+    keys: torch.Tensor | None = None  # [layers, kv_heads, dim] float16: mean direction of its keys, if pages are chosen
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Undo:
+    """What a rewindable segment replaced: rewinding to before the page edge it crossed brings it back."""
+
+    position: int
+    query: torch.Tensor | None
+
+
+@dataclass(slots=True, eq=False)
+class PageTable:
+    """The pages of one sequence: page i holds positions [i·PAGE, (i + 1)·PAGE); the last one may be open.
+
+    chosen and query matter in sparse mode only: the sealed pages that are attended (None: all, or not chosen yet), and
+    the query they are chosen by. chosen is a function of query and position // PAGE, so it is never stored.
+    """
+
+    pages: list[HeldPage] = field(default_factory=list)
     position: int = 0
+    turn: int = 0  # the pool's clock when the sequence last ran
+    chosen: tuple[int, ...] | None = None
+    query: torch.Tensor | None = None  # [layers, heads, dim] float32
+    undo: Undo | None = None
+
+    @property
+    def sealed(self) -> int:
+        return self.position // PAGE
 
     def missing(self, end: int) -> int:
         """Pages still to be allocated before positions up to `end` can be stored."""
         return max(0, -(-end // PAGE) - len(self.pages))
 
+    def places(self, away: int) -> list[int]:
+        """The place of every page; `away` for those that have none."""
+        return [away if page.place is None else page.place for page in self.pages]
+
+
+@dataclass(frozen=True, slots=True)
+class PagingCounts:
+    """What paging did so far."""
+
+    page_outs: int = 0
+    page_ins: int = 0
+    away_attended: int = 0  # pages attended where they lie, once per forward
+    choices: int = 0  # times that the pages of a sequence were chosen
+    skipped: int = 0  # pages that were not attended because they were not chosen, once per forward
+
 
 class PagePool:
-    """The pages of one stage. Page ids run over all its attention layers alike."""
+    """The pages of one stage. A place holds one page of all its attention layers alike."""
 
     def __init__(
-        self, pages: int, layers: int, kv_heads: int, row: int, dtype: torch.dtype, device: torch.device
+        self,
+        places: int,
+        layers: int,
+        kv_heads: int,
+        row: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        host_pages: int = 0,
     ) -> None:
-        self.total = pages
-        # One page more than the pool has: padded rows of a replayed graph write there and nobody reads it.
-        self.scratch_page = pages
-        self.kv = [torch.zeros(pages + 1, 2, PAGE, kv_heads, row, dtype=dtype, device=device) for _ in range(layers)]
-        self._free = list(range(pages - 1, -1, -1))  # popped from the end: ascending ids, so runs are contiguous
-        self._references = [0] * pages
-        self._exported: dict[int, tuple[Page, ...]] = {}
-        self._resident: dict[Page, int] = {}  # first layer's host page -> the page here that holds the same bytes
+        self.places = places
+        self.total = places + host_pages
+        # One place more than the pool has: padded rows of a replayed graph write there and nobody reads it.
+        self.scratch_page = places
+        self.kv = [torch.zeros(places + 1, 2, PAGE, kv_heads, row, dtype=dtype, device=device) for _ in range(layers)]
+        self.device = device
+        self.counts = PagingCounts()
+        self.clock = 0
+        self._tables: list[PageTable] = []
+        self._held = 0  # pages that tables hold, each counted once
+        self._free = list(range(places - 1, -1, -1))  # popped from the end: ascending, so runs are contiguous
+        self._live: dict[Page, HeldPage] = {}  # first layer's host copy -> the page that has it
+        self._leaving: list[tuple[Worth, HeldPage]] | None = None  # who may go away, the first to go at the end
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        """Pages that sequences can still get, on the device or, by sending others away, in host memory."""
+        return self.total - self._held
 
-    def allocate(self) -> int:
-        if not self._free:
-            raise PoolFull(f"all {self.total} pages are in use")
-        page = self._free.pop()
-        self._references[page] = 1
-        return page
+    @property
+    def away(self) -> int:
+        return self._held - (self.places - len(self._free))
 
-    def share(self, page: int) -> int:
-        self._references[page] += 1
-        return page
+    def count(self, **more: int) -> None:
+        self.counts = replace(self.counts, **{name: getattr(self.counts, name) + n for name, n in more.items()})
 
-    def release(self, page: int) -> None:
-        assert self._references[page] > 0, f"page {page} is released more often than it was taken"
-        self._references[page] -= 1
-        if self._references[page] == 0:
-            exported = self._exported.pop(page, ())
-            if exported:
-                self._resident.pop(exported[0], None)
-            self._free.append(page)
+    # Tables
+
+    def new_table(self) -> PageTable:
+        table = PageTable()
+        self._tables.append(table)
+        return table
+
+    def tick(self, tables: Sequence[PageTable]) -> None:
+        """These sequences run now."""
+        self.clock += 1
+        for table in tables:
+            table.turn = self.clock
+        self._leaving = None
 
     def extend(self, table: PageTable, end: int) -> None:
-        """Give the table the pages for positions up to `end`; all or nothing."""
+        """Give the table the pages for positions up to `end`."""
         missing = table.missing(end)
         if missing > self.free:
             raise PoolFull(f"{missing} pages are needed, {self.free} of {self.total} are free")
-        table.pages.extend(self.allocate() for _ in range(missing))
+        for _ in range(missing):
+            table.pages.append(HeldPage(self._place_to_write()))
+            self._held += 1
 
     def truncate(self, table: PageTable, position: int) -> None:
-        """Forget the positions from `position` on. Only pages that no snapshot has seen can be cut into."""
+        """Forget the positions from `position` on. A page that others share is not cut into but copied."""
         assert position <= table.position, f"cannot cut {table.position} positions to {position}"
+        self._leaving = None
         keep = -(-position // PAGE)
         for page in table.pages[keep:]:
-            self.release(page)
+            self._release(page)
         del table.pages[keep:]
-        if position % PAGE and self._references[table.pages[-1]] > 1:
-            self._own_last_page(table)
-        elif position % PAGE:
-            self._forget_export(table.pages[-1])
-        table.position = position
+        if position % PAGE:
+            self._open_last_page(table)
+        if table.undo is not None and position // PAGE * PAGE <= table.undo.position:
+            table.query = table.undo.query
+        table.position, table.chosen, table.undo = position, None, None
 
     def clear(self, table: PageTable) -> None:
+        self._leaving = None
         for page in table.pages:
-            self.release(page)
+            self._release(page)
         table.pages.clear()
         table.position = 0
+        table.chosen = table.query = table.undo = None
 
-    def export(self, page: int) -> tuple[Page, ...]:
+    def _open_last_page(self, table: PageTable) -> None:
+        page = table.pages[-1]
+        if page.holders > 1:
+            if self.free < 1:
+                raise PoolFull(f"a page of its own is needed, 0 of {self.total} are free")
+            own = HeldPage(self._place_to_write())
+            self._held += 1
+            self._fill([(own, self.all_data(page))])
+            self._release(page)
+            table.pages[-1] = own
+            return
+        if page.place is None:
+            data, page.place = self.all_data(page), self._place_to_write()
+            self._fill([(page, data)])
+        self._forget_copies(page)
+        page.keys = None
+
+    def data(self, page: HeldPage, layer: int) -> torch.Tensor:
+        """[2, PAGE, kv_heads, row] on the device or, of a page that is away, in host memory."""
+        if page.place is not None:
+            return self.kv[layer][page.place]
+        assert page.copies is not None, "a page that is away has copies"
+        return page.copies[layer].data
+
+    def all_data(self, page: HeldPage) -> list[torch.Tensor]:
+        return [self.data(page, layer) for layer in range(len(self.kv))]
+
+    # Snapshots
+
+    def export(self, page: HeldPage) -> tuple[Page, ...]:
         """Host copies of a sealed page, one per layer; made once, then shared by every snapshot that has it."""
-        if page not in self._exported:
-            # Non-blocking copies to pinned memory would race with the reader; the copy is small and off the decode path.
-            copies = tuple(Page(layer[page].detach().to("cpu", copy=True)) for layer in self.kv)
-            self._exported[page] = copies
-            if copies:
-                self._resident[copies[0]] = page
-        return self._exported[page]
+        if page.copies is None:
+            assert page.place is not None, "a page without copies has a place"
+            page.copies = tuple(map(Page, _host_copies([layer[page.place] for layer in self.kv])))
+            if page.copies:
+                self._live[page.copies[0]] = page
+        return page.copies
 
-    def adopt(self, copies: tuple[Page, ...]) -> int:
-        """A page with these bytes: the one that is still here, or a fresh one filled from the host."""
-        resident = self._resident.get(copies[0]) if copies else None
-        if resident is not None:
-            return self.share(resident)
-        page = self.allocate()
-        for layer, copy in zip(self.kv, copies, strict=True):
-            layer[page].copy_(copy.data)
-        self._exported[page] = copies
-        if copies:
-            self._resident[copies[0]] = page
+    def adopt(self, copies: tuple[Page, ...]) -> HeldPage:
+        """The page with these bytes: the one that live sequences hold, or a new one, away."""
+        live = self._live.get(copies[0])
+        if live is not None:
+            live.holders += 1
+            return live
+        if self.free < 1:
+            raise PoolFull(f"a page is needed, 0 of {self.total} are free")
+        page = HeldPage(None, copies)
+        self._held += 1
+        self._live[copies[0]] = page
         return page
 
-    def _own_last_page(self, table: PageTable) -> None:
-        shared, own = table.pages[-1], self.allocate()
-        for layer in self.kv:
-            layer[own].copy_(layer[shared])
-        self.release(shared)
-        table.pages[-1] = own
+    def _release(self, page: HeldPage) -> None:
+        assert page.holders > 0, "a page is released more often than it was taken"
+        page.holders -= 1
+        if page.holders:
+            return
+        self._held -= 1
+        self._forget_copies(page)
+        if page.place is not None:
+            self._free.append(page.place)
+            page.place = None
 
-    def _forget_export(self, page: int) -> None:
-        exported = self._exported.pop(page, ())
-        if exported:
-            self._resident.pop(exported[0], None)
+    def _forget_copies(self, page: HeldPage) -> None:
+        if page.copies:
+            self._live.pop(page.copies[0], None)
+        page.copies = None
 
-    def check(self, tables: list[PageTable]) -> None:
-        """free + used = total, and every reference belongs to a table. Called when idle."""
-        held = [0] * self.total
-        for table in tables:
+    # Paging
+
+    def bring_back(self, table: PageTable) -> None:
+        """Give places to the attended pages that are away: sink and tail first, then the latest."""
+        if not self.away:
+            return
+        attended = range(table.sealed) if table.chosen is None else table.chosen
+        away = [i for i in attended if table.pages[i].place is None]
+        away.sort(key=lambda i: (not is_kept(i, table.sealed), -i))
+        coming = []
+        for i in away:
+            place = self._take_place(Worth.KEPT if is_kept(i, table.sealed) else Worth.WANTED)
+            if place is None:
+                break
+            page = table.pages[i]
+            coming.append((page, self.all_data(page)))
+            page.place = place
+        if coming:
+            self._fill(coming)
+            self.count(page_ins=len(coming))
+
+    def _place_to_write(self) -> int:
+        place = self._take_place(Worth.WRITTEN)
+        if place is None:
+            raise PoolFull(f"all {self.places} places on the device hold open pages")
+        return place
+
+    def _take_place(self, worth: Worth) -> int | None:
+        """A free place, or that of the least wanted page if it is worth less."""
+        if not self._free:
+            if worth is Worth.WANTED and all(table.chosen is None for table in self._tables):
+                return None  # nobody skips pages, so none is spare
+            if self._leaving is None:
+                self._leaving = self._line_up()
+            if not self._leaving or self._leaving[-1][0] >= worth:
+                return None
+            self._send_away(self._leaving.pop()[1])
+        return self._free.pop()
+
+    def _line_up(self) -> list[tuple[Worth, HeldPage]]:
+        """Resident sealed pages, most wanted first. A shared page is worth what its keenest holder gives."""
+        if self.total == self.places:
+            return []  # nobody may go away
+        worths: dict[HeldPage, tuple[Worth, int, int]] = {}
+        for table in self._tables:
+            chosen = None if table.chosen is None else set(table.chosen)
+            for i, page in enumerate(table.pages[: table.sealed]):
+                if page.place is None:
+                    continue
+                attended = Worth.WANTED if chosen is None or i in chosen else Worth.SPARE
+                worth = Worth.KEPT if is_kept(i, table.sealed) else attended
+                # Among equals whoever ran longest ago gives first, and of a sequence the oldest page; the sink is last.
+                rank = (worth, table.turn, i if i >= SINK else table.sealed)
+                worths[page] = max(rank, worths.get(page, rank))
+        ranked = sorted(worths.items(), key=lambda item: item[1], reverse=True)
+        return [(rank[0], page) for page, rank in ranked]
+
+    def _send_away(self, page: HeldPage) -> None:
+        self.export(page)
+        assert page.place is not None, "only a resident page can be sent away"
+        self._free.append(page.place)
+        page.place = None
+        self.count(page_outs=1)
+
+    def _fill(self, moves: Sequence[tuple[HeldPage, Sequence[torch.Tensor]]]) -> None:
+        """Write data, one [2, PAGE, kv_heads, row] per layer, to the places of the pages."""
+        if self._stream is None:
+            self._copy(moves)
+            return
+        # On a stream of its own, so that the host goes on; the layers wait for it, and it for whoever still reads.
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            self._copy(moves)
+        current.wait_stream(self._stream)
+
+    def _copy(self, moves: Sequence[tuple[HeldPage, Sequence[torch.Tensor]]]) -> None:
+        for page, data in moves:
+            for layer, tensor in zip(self.kv, data, strict=True):
+                layer[page.place].copy_(tensor, non_blocking=True)
+
+    def check(self) -> None:
+        """free + used = total, and every page belongs to the tables that hold it. Called when idle."""
+        holders: dict[HeldPage, int] = {}
+        for table in self._tables:
             for page in table.pages:
-                held[page] += 1
-        assert held == self._references, "a page's references differ from the tables that hold it"
-        used = sum(count > 0 for count in held)
-        assert used + self.free == self.total, f"{used} pages used + {self.free} free != {self.total}"
+                holders[page] = holders.get(page, 0) + 1
+        assert all(page.holders == count for page, count in holders.items()), "a page counts other holders than it has"
+        assert len(holders) == self._held, f"tables hold {len(holders)} pages, {self._held} are counted"
+        places = [page.place for page in holders if page.place is not None]
+        assert sorted(places + self._free) == list(range(self.places)), "a place is lost or given twice"
+        away = len(holders) - len(places)
+        assert away <= self.total - self.places, f"{away} pages are away, {self.total - self.places} may be"
+        live = {page.copies[0] for page in holders if page.copies}
+        assert live == self._live.keys(), "a page is known by copies that nobody holds"
+
+
+def _host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Pinned beside a GPU, so that they can be streamed back while the layers run.
+
+    They are waited for: whoever reads host memory does not know of streams.
+    """
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    if tensors and tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+    return copies

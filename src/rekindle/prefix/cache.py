@@ -86,6 +86,7 @@ class PrefixCache:
                 own_bytes=record.own_bytes,
                 has_logits=record.has_logits,
                 has_drafter=record.has_drafter,
+                inherited=True,
             )
             self._use(entry)
             self._hang_on_disk(entry, tokens, record.id)

@@ -68,6 +68,7 @@ class Entry:
     pins: int = 0
     saving: bool = False  # in the writer's hands
     leaving: bool = False  # evicted from RAM, findable there until it is saved
+    inherited: bool = False  # on disk since before this process began
     gone: bool = False  # evicted from both tiers, or set aside
     used: int = 0  # the cache's count of operations at its last use
     hits: int = 0

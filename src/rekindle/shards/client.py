@@ -18,7 +18,7 @@ from rekindle.shards.session import Deadlines, HeadSession, Pending
 from rekindle.shards.terms import Terms
 from rekindle.snapshots.types import Part
 from rekindle.spec import Span
-from rekindle.stages.types import PageCount, StageOutput
+from rekindle.stages.types import Ahead, PageCount, StageOutput
 
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
@@ -75,7 +75,7 @@ class RemoteStage:
 
     @property
     def device(self) -> str:
-        return f"{self._session.welcome.device} at {self.endpoint}"
+        return f"{self.endpoint} ({self._session.welcome.device})"
 
     @property
     def lost(self) -> str | None:
@@ -84,7 +84,8 @@ class RemoteStage:
 
     # Running
 
-    def forward(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
+    def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput:
+        assert ahead is None, "tokens drawn ahead stay on the device of a stage that is alone and local"
         return self.submit(batch, hidden).result()
 
     def submit(self, batch: Batch, hidden: torch.Tensor | None) -> Pending[StageOutput]:

@@ -36,7 +36,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-MAX_TENSORS = 4096  # tensors of one frame: two per layer, and some room
+MAX_TENSORS = 4096  # tensors of one frame: three per layer, and some room
 MAX_DIMS = 8
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
@@ -127,7 +127,7 @@ class Rewind(Body, frozen=True):
 
 
 class KvEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="kv"):
-    """With the tensors `<layer>.pages` and `<layer>.tail`."""
+    """With the tensors `<layer>.pages` and `<layer>.tail`, and `<layer>.query` from a sparse run."""
 
     layer: Count
     kept: Count  # leading pages that the receiver holds already, so they are not sent

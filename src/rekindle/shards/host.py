@@ -93,6 +93,11 @@ class StageHost:
         if self._thread.is_alive():
             log.warning("stage %r is still at work after %g s: left behind", self.name, _PATIENCE)
 
+    def close(self) -> None:
+        """After every worker has stopped: they put work in each other's lines."""
+        self._alarm.close()
+        self._bell.close()
+
     def put(self, session: Session, header: Header, parts: Sequence[zmq.Frame]) -> None:
         self._put(lambda: self._answer(session, header, parts))
 

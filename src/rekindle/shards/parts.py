@@ -53,6 +53,8 @@ def export_parts(parts: Sequence[Part], held: LayerPages) -> ExportedParts:
             entries.append(KvEntry(part.layer, kept))
             tensors[f"{part.layer}.pages"] = _join(part.pages[kept:], part.tail)
             tensors[f"{part.layer}.tail"] = part.tail
+            if part.query is not None:
+                tensors[f"{part.layer}.query"] = part.query
     return ExportedParts(tuple(entries), tensors)
 
 
@@ -61,7 +63,8 @@ def import_parts(
 ) -> tuple[Part, ...]:
     """Parts whose pages are the held ones, then views into the message."""
     wanted = {name for entry in entries for name in _tensor_names(entry)}
-    if wanted != tensors.keys():
+    may_come = {f"{entry.layer}.query" for entry in entries if isinstance(entry, KvEntry)}  # of sparse runs
+    if wanted != tensors.keys() - may_come:
         raise BadFrame(f"the parts need the tensors {sorted(wanted)}, the frame brings {sorted(tensors)}")
     return tuple(
         _import_delta(entry, tensors) if isinstance(entry, DeltaEntry) else _import_kv(entry, tensors, held)
@@ -124,7 +127,10 @@ def _import_kv(entry: KvEntry, tensors: Mapping[str, torch.Tensor], held: LayerP
     known = held.get(entry.layer, ())
     if entry.kept > len(known):
         raise BadFrame(f"layer {entry.layer}: the frame builds on {entry.kept} pages, this end holds {len(known)}")
-    return KvPart(entry.layer, (*known[: entry.kept], *map(Page, pages.unbind(0))), tail)
+    query = tensors.get(f"{entry.layer}.query")
+    if query is not None and (query.ndim != 2 or query.dtype != torch.float32):
+        raise BadFrame(f"layer {entry.layer}: a query is [heads, dim] float32, the frame brings {_describe(query)}")
+    return KvPart(entry.layer, (*known[: entry.kept], *map(Page, pages.unbind(0))), tail, query)
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -133,6 +133,8 @@ class ShardServer:
             host.stop()
         with self._using:
             self._router.close()
+        for host in self._hosts.values():
+            host.close()
         self._close_context()
         self.stopped.set()
 

@@ -137,8 +137,7 @@ class HeadSession:
             self.welcome = self._shake_hands(hello, until)
             self._first_pulse(until)
         except BaseException:
-            for socket in sockets:
-                _close(socket)
+            self._close(*sockets)
             raise
         self._replies.setsockopt(zmq.RCVTIMEO, int(_SLICE * 1000))
         self._beat = threading.Thread(target=self._keep_beating, name=f"pulse of {endpoint}", daemon=True)
@@ -286,11 +285,17 @@ class HeadSession:
         """Close the sockets of a session that is lost, once nobody uses them."""
         assert self.lost is not None, "a session is closed after it was lost or left"
         self._beat.join()
-        with self._turn:
+        with self._sending, self._turn:
             self._turn.wait_for(lambda: not self._reading)
-            _close(self._replies)
-        with self._sending:
-            _close(self._requests)
+            self._close(self._requests, self._replies, self._pulse)
+
+    def _close(self, *sockets: Socket) -> None:
+        for socket in sockets:
+            if not socket.closed:
+                socket.disable_monitor()
+                socket.close()
+        for monitor in self._monitors:
+            monitor.close()
 
     # The pulse
 
@@ -313,7 +318,6 @@ class HeadSession:
             if now - sent >= self._deadlines.ping:
                 self._pulse.send_multipart(ping)
                 sent = now
-        _close(self._pulse)
 
     def _hear(self) -> None:
         try:
@@ -327,13 +331,6 @@ class HeadSession:
 
 def _disconnected(monitor: Socket) -> bool:
     return parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED
-
-
-def _close(socket: Socket) -> None:
-    """With its monitor."""
-    if not socket.closed:
-        socket.disable_monitor()
-        socket.close()
 
 
 _BROKEN_HANDSHAKES = {int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL), int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)}

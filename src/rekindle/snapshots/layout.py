@@ -1,7 +1,7 @@
 """A snapshot as bytes and back. The layout is canonical: layers ascend, whatever the split they came from.
 
 page object   [PAGE token ids, int32][first attention layer: K, V][second: K, V] …
-own object    [tails][recurrent states and windows][logits][drafter], each on an ALIGNMENT edge
+own object    [tails, queries of sparse runs][recurrent states and windows][logits][drafter], each on an ALIGNMENT edge
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ def _own_tensors(snapshot: Snapshot) -> list[tuple[str, int | None, torch.Tensor
     for part in snapshot.parts:
         if isinstance(part, KvPart):
             tensors.append(("tail", part.layer, part.tail))
+            if part.query is not None:
+                tensors.append(("query", part.layer, part.query))
         else:
             tensors += [("state", part.layer, part.state), ("window", part.layer, part.window)]
     if snapshot.logits is not None:
@@ -105,7 +107,8 @@ def read_snapshot(manifest: Manifest, tokens: np.ndarray, columns: Sequence[Page
     for layer in sorted({row.layer for row in manifest.parts if row.layer is not None}):
         if layer in attention:
             pages = tuple(column[attention[layer]] for column in columns)
-            parts.append(KvPart(layer, pages, _one(manifest, tensors, "tail", layer)))
+            query = _one(manifest, tensors, "query", layer) if ("query", layer) in tensors else None
+            parts.append(KvPart(layer, pages, _one(manifest, tensors, "tail", layer), query))
         else:
             state = _one(manifest, tensors, "state", layer)
             parts.append(DeltaPart(layer, state, _one(manifest, tensors, "window", layer)))

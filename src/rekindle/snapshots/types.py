@@ -39,10 +39,16 @@ class KvPart:
     layer: int
     pages: tuple[Page, ...]
     tail: torch.Tensor  # [2, rows, kv_heads, row], 0 <= rows < PAGE
+    query: torch.Tensor | None = None  # [heads, dim] float32: what a sparse run chooses its pages by
 
     @property
     def position(self) -> int:
         return len(self.pages) * PAGE + self.tail.shape[1]
+
+    @property
+    def own_bytes(self) -> int:
+        """Beside the sealed pages, which others may share."""
+        return self.tail.nbytes + (0 if self.query is None else self.query.nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +72,7 @@ class Stretch:
     """How the tokens up to `stop` were computed, so that audits know which bound to apply."""
 
     stop: int
-    how: str  # prefill, decode or verify
+    how: str  # prefill (alone in its batch), batched (prefill beside others), decode or verify
     cuts: tuple[int, ...] = ()  # prefill: chunk edges inside the stretch that do not lie on the grid
 
 
@@ -95,7 +101,7 @@ class Snapshot:
     @property
     def own_bytes(self) -> int:
         """Bytes that no other snapshot of the chain can share: recurrent parts, tails, logits, drafter."""
-        fixed = sum(p.tail.nbytes if isinstance(p, KvPart) else p.nbytes for p in self.parts)
+        fixed = sum(p.own_bytes if isinstance(p, KvPart) else p.nbytes for p in self.parts)
         logits = self.logits.nbytes if self.logits is not None else 0
         return fixed + logits + sum(t.nbytes for t in self.drafter) + self.tokens.nbytes
 

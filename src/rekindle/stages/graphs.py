@@ -41,6 +41,7 @@ def round_width(pages: int) -> int:
 class _Graph:
     replay: torch.cuda.CUDAGraph
     packed: torch.Tensor  # int32 on the device: tokens, slots, positions, tables
+    ragged: Ragged  # its tensors must live as long as the graph that reads them
     hidden_in: torch.Tensor | None
     output: torch.Tensor  # hidden or logits
     host: list[torch.Tensor]  # pinned, in turn
@@ -138,5 +139,5 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._memory):
             output = step()
         host = [torch.zeros(size, dtype=torch.int32).pin_memory() for _ in range(BUFFERS)]
-        self._graphs[rows, width] = _Graph(graph, packed, hidden_in, output, host)
+        self._graphs[rows, width] = _Graph(graph, packed, ragged, hidden_in, output, host)
         return self._graphs[rows, width]

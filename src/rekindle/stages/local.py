@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from rekindle.batch import Batch, Wanted
+from rekindle.batch import Batch, Segment, Wanted
 from rekindle.errors import SnapshotMismatch
+from rekindle.kernels.attention.rows import KV_DTYPES, row_size
 from rekindle.kernels.gated_delta import replay_rows
 from rekindle.kernels.ragged import Ragged
 from rekindle.models.model import ModelSpan
 from rekindle.models.state import DeltaState, KvState, LayerState
-from rekindle.pool import PagePool, PageTable
+from rekindle.pool import KvMode, PagePool, PagingCounts, Policy, PoolReader
 from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part
 from rekindle.spec import PAGE, Span
 from rekindle.stages.graphs import DecodeGraphs
@@ -22,7 +24,16 @@ from rekindle.stages.types import Ahead, PageCount, StageOutput
 class LocalStage:
     """Runs its layers, and holds their state: pages for attention layers, one place per slot for DeltaNet layers."""
 
-    def __init__(self, model: ModelSpan, slots: int, pages: int, kv_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: ModelSpan,
+        slots: int,
+        pages: int,
+        kv_type: str,
+        host_pages: int = 0,
+        kv_mode: KvMode = "exact",
+        policy: Policy = "qk",
+    ) -> None:
         self.model = model
         self.slots = slots
         spec = model.spec
@@ -30,21 +41,23 @@ class LocalStage:
             pages,
             len(spec.attention_layers(model.span)),
             spec.attention.kv_heads,
-            spec.attention.head_dim,
-            kv_dtype,
+            row_size(kv_type, spec.attention.head_dim),
+            KV_DTYPES[kv_type],
             model.device,
+            host_pages,
         )
-        self._tables = [PageTable() for _ in range(slots)]
+        self._reader = PoolReader(self.pool, kv_mode, policy)
+        self._tables = [self.pool.new_table() for _ in range(slots)]
         self._states = self._make_states()
         self._kept: set[int] = set()  # slots whose last rows can be gone back into
         self._graphs = None
-        if model.device.type == "cuda":
+        if model.device.type == "cuda" and kv_type != "q8":  # no kernel reads packed rows in a graph yet
             self._graphs = DecodeGraphs(model, self._states, scratch_slot=slots, scratch_page=pages)
 
     def _make_states(self) -> dict[int, LayerState]:
         spec, span = self.model.spec, self.model.span
         kv: dict[int, LayerState] = {
-            layer: KvState(tensor) for layer, tensor in zip(spec.attention_layers(span), self.pool.kv, strict=True)
+            layer: KvState(self._reader, index) for index, layer in enumerate(spec.attention_layers(span))
         }
         for layer in spec.delta_layers(span):
             assert spec.delta is not None, f"layer {layer} is a DeltaNet layer of a model without DeltaNet sizes"
@@ -59,8 +72,17 @@ class LocalStage:
     def device(self) -> str:
         return str(self.model.device)
 
+    @property
+    def kv_mode(self) -> KvMode:
+        return self._reader.mode
+
     def pages(self) -> PageCount:
-        return PageCount(self.pool.free, self.pool.total - self.pool.free, self.pool.total)
+        """Of the pool and the host memory behind it: whatever is free here can be had, if by sending pages away."""
+        free = self.pool.free
+        return PageCount(free, self.pool.total - free, self.pool.total)
+
+    def paging(self) -> PagingCounts:
+        return self.pool.counts
 
     def stop(self) -> None:
         """Nothing outlives the process."""
@@ -69,9 +91,36 @@ class LocalStage:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput:
+        portions = self._portions(batch)
+        if len(portions) == 1:
+            return self._forward(batch, hidden, ahead)
+        outputs, start = list[StageOutput](), 0
+        for portion in portions:
+            rows = range(start, start + portion.rows)
+            part = None if hidden is None else hidden[rows.start : rows.stop]
+            outputs.append(self._forward(portion, part, _ahead_of(ahead, rows)))
+            start = rows.stop
+        return _join(outputs)
+
+    def _portions(self, batch: Batch) -> list[Batch]:
+        """The batch; or its segments in turns, where the pages they write do not fit the device at once."""
+        open_pages = sum(table.position % PAGE > 0 for table in self._tables)
+        turns, left = [list[Segment]()], self.pool.places - open_pages
+        for segment in batch.segments if self.pool.kv else ():
+            missing = self._tables[segment.slot].missing(segment.end)
+            if missing > left and turns[-1]:
+                open_pages += sum((s.end % PAGE > 0) - (s.position % PAGE > 0) for s in turns[-1])
+                turns.append([])
+                left = self.pool.places - open_pages
+            turns[-1].append(segment)
+            left -= missing
+        return [batch] if len(turns) == 1 else [replace(batch, segments=tuple(turn)) for turn in turns]
+
+    def _forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None) -> StageOutput:
         self._prepare(batch)
-        if self._graphs is not None and batch.rows == len(batch.segments) and not batch.rewindable:
-            tables = [self._tables[segment.slot].pages for segment in batch.segments]
+        decodes = batch.rows == len(batch.segments) and not batch.rewindable
+        if self._graphs is not None and decodes and self._reader.replayable:
+            tables = [self._tables[segment.slot].places(self.pool.scratch_page) for segment in batch.segments]
             x = self._graphs.run(batch, tables, hidden, ahead)
             self._advance(batch)
             return StageOutput(None, x) if self.model.is_last else StageOutput(x, None)
@@ -80,10 +129,10 @@ class LocalStage:
         x = self.model.run(x, rows, self._states)
         self._advance(batch)
         if not self.model.is_last:
-            return StageOutput(hidden=x, logits=None)
+            return StageOutput(x, None, self._reader.skips)
         wanted = _wanted_rows(batch)
         logits = self.model.leave(x[wanted] if wanted is not None else x) if batch.logit_rows else None
-        return StageOutput(hidden=None, logits=logits)
+        return StageOutput(None, logits, self._reader.skips)
 
     def _prepare(self, batch: Batch) -> None:
         """Pages for every row; rows kept by the slots' last forward are of no use any more."""
@@ -92,14 +141,16 @@ class LocalStage:
             assert table.position == segment.position, (
                 f"slot {segment.slot} stands at {table.position}, the segment begins at {segment.position}"
             )
-            if self.pool.kv:
-                self.pool.extend(table, segment.end)
             if segment.slot in self._kept:
                 self._forget_rows(segment.slot)
+        if self.pool.kv:
+            tables = [self._tables[segment.slot] for segment in batch.segments]
+            self._reader.prepare(batch.segments, tables, batch.rewindable)
         if batch.rewindable:
             self._kept.update(segment.slot for segment in batch.segments)
 
     def _advance(self, batch: Batch) -> None:
+        self._reader.advance()
         for segment in batch.segments:
             self._tables[segment.slot].position = segment.end
 
@@ -119,7 +170,7 @@ class LocalStage:
             positions.append(segment.position)
             row_positions.extend(range(segment.position, segment.end))
             row_segments.extend([i] * len(segment))
-        tables = [self._tables[segment.slot].pages for segment in batch.segments]
+        tables = [self._tables[segment.slot].places(self.pool.scratch_page) for segment in batch.segments]
         longest = max(1, max(map(len, tables)))
         padded = [pages + [self.pool.scratch_page] * (longest - len(pages)) for pages in tables]
         device = self.model.device
@@ -163,8 +214,9 @@ class LocalStage:
             if isinstance(state, DeltaState):
                 parts.append(DeltaPart(layer, _host_copy(state.states[slot]), _host_copy(state.windows[slot])))
                 continue
-            tail = state.kv[table.pages[sealed], :, :rest] if rest else state.kv[0, :, :0]
-            parts.append(KvPart(layer, tuple(page[kv_index] for page in pages), _host_copy(tail)))
+            tail = state.kv[table.pages[sealed].place, :, :rest] if rest else state.kv[0, :, :0]
+            query = None if table.query is None else _host_copy(table.query[kv_index])
+            parts.append(KvPart(layer, tuple(page[kv_index] for page in pages), _host_copy(tail), query))
             kv_index += 1
         return parts
 
@@ -189,6 +241,7 @@ class LocalStage:
         if not parts:
             return
         table = self._tables[slot]
+        self.pool.tick([table])
         by_page: list[tuple[Page, ...]] = list(zip(*(part.pages for part in parts), strict=True))
         for copies in by_page:
             table.pages.append(self.pool.adopt(copies))
@@ -196,7 +249,10 @@ class LocalStage:
         rest = position % PAGE
         for layer, part in zip(self.pool.kv, parts, strict=True):
             if rest:
-                layer[table.pages[-1], :, :rest].copy_(part.tail)
+                layer[table.pages[-1].place, :, :rest].copy_(part.tail)
+        table.position = position
+        queries = [part.query for part in parts if part.query is not None]
+        self._reader.take_up(table, torch.stack(queries) if len(queries) == len(parts) else None)
 
     def _check_parts(self, parts: Sequence[Part], position: int) -> None:
         layers = [part.layer for part in parts]
@@ -209,6 +265,7 @@ class LocalStage:
                 kinds = (part.tail.dtype, state.kv.dtype if isinstance(state, KvState) else "a DeltaNet state")
                 if part.position != position:
                     raise SnapshotMismatch(f"layer {part.layer} holds {part.position} positions, not {position}")
+                self._check_query(part)
             else:
                 have = tuple(part.state.shape)
                 want = tuple(state.states.shape[1:]) if isinstance(state, DeltaState) else ()
@@ -217,6 +274,13 @@ class LocalStage:
                 raise SnapshotMismatch(
                     f"layer {part.layer}: the snapshot has {have} {kinds[0]}, the stage {want} {kinds[1]}"
                 )
+
+    def _check_query(self, part: KvPart) -> None:
+        attention = self.model.spec.attention
+        want = (attention.heads, attention.head_dim)
+        if part.query is not None and tuple(part.query.shape) != want:
+            have = tuple(part.query.shape)
+            raise SnapshotMismatch(f"layer {part.layer}: the snapshot's query is {have}, the stage has {want}")
 
     @torch.inference_mode()
     def rewind(self, slot: int, position: int) -> None:
@@ -241,11 +305,33 @@ class LocalStage:
 
     def check(self) -> None:
         """Nothing leaked; called when idle."""
-        self.pool.check(self._tables)
+        self.pool.check()
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _ahead_of(ahead: Ahead | None, rows: range) -> Ahead | None:
+    """What was drawn ahead for these rows of the batch."""
+    if ahead is None:
+        return None
+    pairs = [(row - rows.start, source) for row, source in zip(ahead.rows, ahead.sources, strict=True) if row in rows]
+    return Ahead(ahead.tokens, tuple(row for row, _ in pairs), tuple(source for _, source in pairs)) if pairs else None
+
+
+def _join(outputs: Sequence[StageOutput]) -> StageOutput:
+    """The outputs of a batch's portions, as that of the batch."""
+
+    def rows(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(present) if present else None
+
+    return StageOutput(
+        rows([output.hidden for output in outputs]),
+        rows([output.logits for output in outputs]),
+        any(output.skipped_pages for output in outputs),
+    )
 
 
 def _token_rows(batch: Batch, ahead: Ahead | None) -> list[int] | torch.Tensor:

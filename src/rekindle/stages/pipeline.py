@@ -12,13 +12,15 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
 from rekindle.batch import Batch
+from rekindle.errors import StageLost
 from rekindle.snapshots.types import Part
 from rekindle.spec import Span
-from rekindle.stages.types import Ahead, PageCount, Stage, StageOutput
+from rekindle.stages.types import Ahead, PageCount, Recoverable, Stage, StageOutput
 
 T = TypeVar("T")
 
@@ -74,7 +76,7 @@ class Pipeline:
         self._on_all(lambda stage: stage.open(slot))
 
     def close(self, slot: int) -> None:
-        self._on_all(lambda stage: stage.close(slot))
+        self._on_all(lambda stage: _close(stage, slot))
 
     def capture(self, slot: int) -> Future[tuple[Part, ...]]:
         """The parts of all stages, in layer order. Taken where it stands in line; the result may come later."""
@@ -100,6 +102,17 @@ class Pipeline:
 
     def rewind(self, slot: int, position: int) -> None:
         self._on_all(lambda stage: stage.rewind(slot, position))
+
+    def recover(self) -> None:
+        """Bring lost stages back, empty; raises StageLost if one stays away.
+
+        First everything that stands in line comes to its end, so that nothing meant for the lost state meets the new one.
+        """
+        for line in self._lines:
+            line.post(lambda: None).result()
+        for stage in self.stages:
+            if isinstance(stage, Recoverable) and stage.lost is not None:
+                stage.recover()
 
     def stop(self) -> None:
         for line in self._lines:
@@ -147,6 +160,12 @@ class _Line:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+
+
+def _close(stage: Stage, slot: int) -> None:
+    """A lost stage holds no slots, so there is nothing to close."""
+    with suppress(StageLost):
+        stage.close(slot)
 
 
 def _done(call: Callable[[], T]) -> Future[T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -27,6 +27,7 @@ class StageOutput:
 
     hidden: torch.Tensor | None  # [rows, hidden], None from the last stage
     logits: torch.Tensor | None  # [batch.logit_rows, vocab] float32, None from all but the last
+    skipped_pages: bool = False  # sparse mode left out pages of some segment: an approximation
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,17 @@ class PageCount:
     free: int
     used: int
     total: int
+
+
+@runtime_checkable
+class Recoverable(Protocol):
+    """A stage that can be lost, and brought back with every slot empty."""
+
+    @property
+    def lost(self) -> str | None: ...
+    def recover(self) -> None:
+        """Bring it back inside its deadline, or raise StageLost."""
+        ...
 
 
 class Stage(StateHolder, Protocol):

@@ -127,18 +127,23 @@ class TurnMemory:
     def remember(self, before: Sequence[int], turn: Sequence[int]) -> None:
         """After the tokens `before`, which end with a role start, came `turn`: the template's opening, then the
         sampled ids, then the stop token."""
-        key, written = Trail().name(before), array("i", turn)
-        with self._lock:
-            known = tuple(each for each in self._turns.get(key) or () if each != written)
-            turns = (written, *known)[:PER_PREFIX]
-            self._turns.put(key, turns, sum(len(each) * each.itemsize + self.OVERHEAD for each in turns))
+        self.keep(Trail().name(before), turn)
 
-    def followers(self, before: Sequence[int], key: bytes, longest: int) -> Sequence[Sequence[int]]:
-        """What is known to have come after these tokens, newest first."""
+    def keep(self, name: bytes, turn: Sequence[int]) -> None:
+        """As `remember`, for the tokens of that name."""
+        written = array("i", turn)
         with self._lock:
-            turns = self._turns.get(key)
-        if turns is not None:
-            return turns
+            known = tuple(each for each in self._turns.get(name) or () if each != written)
+            turns = (written, *known)[:PER_PREFIX]
+            self._turns.put(name, turns, sum(len(each) * each.itemsize + self.OVERHEAD for each in turns))
+
+    def recall(self, name: bytes) -> Sequence[Sequence[int]]:
+        """The turns that came after the tokens of that name, newest first."""
+        with self._lock:
+            return self._turns.get(name) or ()
+
+    def seen(self, before: Sequence[int], longest: int) -> Sequence[Sequence[int]]:
+        """What is known to have come after these tokens from elsewhere."""
         return self._seen(before, longest) if self._seen is not None else ()
 
     # Tool calls
@@ -223,15 +228,33 @@ class Recollection:
         self._memory = memory
         self._tokenizer = tokenizer
         self._trail = Trail()
+        self._may_be_seen = True  # what was not seen up to here was not seen any further
 
     def turn(self, before: Sequence[int], pieces: Sequence[Piece]) -> list[Recalled]:
         """For the first pieces of the turn that follows `before`, what is remembered of each."""
+        name = self._trail.name(before)
+        if turns := self._memory.recall(name):
+            return self._best(turns, pieces)[0]
+        if not self._may_be_seen:
+            return []
         longest = sum(len(text.encode()) + 1 for text, _ in pieces)  # a token spells at least a byte
-        best: list[Recalled] = []
-        for written in self._memory.followers(before, self._trail.name(before), longest):
-            for shape in _shapes(written, self._tokenizer):
-                best = max(best, align(shape, pieces, self._tokenizer), key=_extent)
+        runs = self._memory.seen(before, longest)
+        self._may_be_seen = bool(runs)
+        best, run = self._best(runs, pieces)
+        if best:
+            self._memory.keep(name, run)  # sooner found the next time
         return best
+
+    def _best(self, turns: Sequence[Sequence[int]], pieces: Sequence[Piece]) -> tuple[list[Recalled], Sequence[int]]:
+        """What reaches furthest, and the turn it is from."""
+        best: list[Recalled] = []
+        chosen: Sequence[int] = ()
+        for written in turns:
+            for shape in _shapes(written, self._tokenizer):
+                found = align(shape, pieces, self._tokenizer)
+                if _extent(found) > _extent(best):
+                    best, chosen = found, written
+        return best, chosen
 
 
 def _extent(recalled: Sequence[Recalled]) -> tuple[int, int]:

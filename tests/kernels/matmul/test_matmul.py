@@ -145,6 +145,15 @@ def test_expand_gives_the_values(type: str) -> None:
     torch.testing.assert_close(fast.expand(packed, out), values, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("type", ["Q4_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_gathered_rows_are_the_rows_asked_for(type: str, dtype: torch.dtype) -> None:
+    packed, values = made(type, 11, 256)
+    ids = torch.tensor([7, 0, 10, 7], dtype=dtype)
+    torch.testing.assert_close(fast.gather_rows(packed, ids), values[ids.long()], rtol=1e-6, atol=1e-7)
+    assert torch.equal(matmul.gather_rows(matmul.dense_matrix(values), ids), values[ids.long()])
+
+
 def test_a_matrix_larger_than_the_scratch_is_expanded_by_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, values = made("Q4_K", 23, 256)
     monkeypatch.setattr(fast, "SCRATCH", 2000)

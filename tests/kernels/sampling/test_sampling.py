@@ -93,3 +93,18 @@ def test_log_probabilities_are_those_of_the_softmax():
     assert math.isclose(result.chosen[0], math.log(0.3), abs_tol=1e-5)
     torch.testing.assert_close(result.top.exp(), torch.tensor([[0.6, 0.3]]))
     assert result.top_tokens.tolist() == [[1, 2]]
+
+
+def test_ties_at_the_edge_of_top_k_do_not_depend_on_the_batch():
+    torch.manual_seed(2)
+    logits = torch.randint(0, 3, (2, 64 * 16)).float()  # hundreds of equal logits
+    uniforms = torch.tensor([0.9, 0.9])
+    ones, off = torch.ones(2), torch.zeros(2)
+    for other in (3, 7, 130, 0):  # the other row's top_k decides how many candidates are selected, and how
+        drawn = sampling.sample(logits, ones, torch.tensor([5, other]), ones, off, uniforms)
+        assert drawn[0] == (logits[0] == 2).nonzero()[4, 0]
+
+
+def test_a_uniform_number_near_one_takes_the_last_that_stayed():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.5]])
+    assert _sample(logits, top_k=3, uniform=1 - 2**-24).tolist() == [2]

@@ -13,7 +13,7 @@ from rekindle.kernels.ragged import Ragged
 
 
 def has_kernel(kv: Tensor) -> bool:
-    """Whether the GPU kernels read and write this kv tensor; packed rows go the way of the definition, on any device."""
+    """Whether the GPU kernels read and write this kv tensor; packed rows go the way of the definition."""
     return kv.is_cuda and not is_packed(kv)
 
 

@@ -19,6 +19,7 @@ from rekindle.kernels.ragged import Ragged
 from rekindle.spec import PAGE
 
 PROGRAMS = 264  # programs that fill the device: two for each of the 132 multiprocessors of the largest card in mind
+FEW = 16  # rows of a block to verify: up to here keys are read for few queries, and bandwidth decides
 LEAST = 4  # tiles a split takes at least; below that merging costs more than it saves
 
 
@@ -53,23 +54,26 @@ def _store_kernel(
 
 def attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _attend(q, kv, ragged, scale, out, None, None)
+    _attend(q, kv, ragged, scale, out, None)
     return out
 
 
 def attend_gated(q: Tensor, kv: Tensor, ragged: Ragged, scale: float, gate: Tensor) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _attend(q, kv, ragged, scale, out, gate, None)
+    _attend(q, kv, ragged, scale, out, gate)
     return out.flatten(1)
 
 
-def _attend(
-    q: Tensor, kv: Tensor, ragged: Ragged, scale: float, out: Tensor, gate: Tensor | None, lse: Tensor | None
-) -> None:
-    _launch(
-        q, kv, ragged.tables, None, ragged.starts, ragged.row_positions, ragged.row_segments,
-        max(ragged.lengths), scale, out, gate, lse,
-    )  # fmt: skip
+def _attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float, out: Tensor, gate: Tensor | None) -> None:
+    """Segments of few rows and segments of many want other tiles and splits, so they go in launches of their own."""
+    few = [n for n in ragged.lengths if n <= FEW]
+    many = [n for n in ragged.lengths if n > FEW]
+    for lengths, shortest in ((few, 1), (many, FEW + 1)):
+        if lengths:
+            _launch(
+                q, kv, ragged.tables, None, ragged.starts, ragged.row_positions,
+                shortest, max(lengths), len(lengths), scale, out, gate, None,
+            )  # fmt: skip
 
 
 def attend_partial(
@@ -79,8 +83,7 @@ def attend_partial(
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
     starts = torch.arange(2, dtype=torch.int32, device=q.device) * rows
-    segments = torch.zeros(rows, dtype=torch.int32, device=q.device)
-    _launch(q, kv, pages[None], page_positions, starts, row_positions, segments, rows, scale, out, None, lse)
+    _launch(q, kv, pages[None], page_positions, starts, row_positions, 1, rows, 1, scale, out, None, lse)
     return out, lse
 
 
@@ -91,14 +94,16 @@ def _launch(
     page_positions: Tensor | None,
     starts: Tensor,
     row_positions: Tensor,
-    row_segments: Tensor,
+    shortest: int,
     longest: int,
+    busy: int,
     scale: float,
     out: Tensor,
     gate: Tensor | None,
     lse: Tensor | None,
 ) -> None:
-    rows, heads, dim = q.shape
+    """Attend the segments of shortest to longest rows; there are `busy` of them."""
+    _, heads, dim = q.shape
     kv_heads = kv.shape[3]
     assert all((kv.is_contiguous(), q.stride(2) == 1)), "pages are dense, heads side by side"
     assert dim & (dim - 1) == 0, f"head dim {dim} must be a power of two"
@@ -106,23 +111,25 @@ def _launch(
     tile_rows, tile_keys, warps, stages = _tiles(longest * group, q)
     tiles = triton.cdiv(longest * group, tile_rows)
     most = triton.cdiv(tables.shape[1] * PAGE, LEAST * tile_keys)  # splits that could have work
-    splits = max(1, min(PROGRAMS // max(1, tiles * kv_heads * segments), most, 256))
+    splits = max(1, min(PROGRAMS // (tiles * kv_heads * busy), most, 256))
     split = splits > 1
-    parts = torch.empty((splits, rows, heads, dim), dtype=torch.float32, device=q.device) if split else out
-    part_lse = torch.empty((splits, rows, heads), dtype=torch.float32, device=q.device) if split else lse
+    parts = (
+        torch.empty((splits, segments * longest, heads, dim), dtype=torch.float32, device=q.device) if split else out
+    )
+    part_lse = torch.empty((splits, segments * longest, heads), dtype=torch.float32, device=q.device) if split else lse
     _attend_kernel[(tiles * splits, kv_heads, segments)](
         q, kv, tables, page_positions, starts, row_positions, parts, part_lse, None if split else gate,
         tables.stride(0), tables.shape[1], q.stride(0), q.stride(1),
-        0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), rows, splits,
+        0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), shortest, longest, splits,
         scale * 1.4426950408889634,
         SPLIT=split, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=tile_keys, PAGE=PAGE,
         LEAST=LEAST, PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if split:
         columns = min(64, dim)
-        _merge_kernel[(dim // columns, heads, rows)](
-            parts, part_lse, out, lse, gate, starts, row_positions, row_segments, tables.shape[1],
-            0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), rows, splits,
+        _merge_kernel[(dim // columns, heads, segments * longest)](
+            parts, part_lse, out, lse, gate, starts, row_positions, tables.shape[1],
+            0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), shortest, longest, splits,
             HEADS=heads, DIM=dim, COLUMNS=columns, BLOCK=32, TILE_KEYS=tile_keys, PAGE=PAGE, LEAST=LEAST,
             LISTED=page_positions is not None, num_warps=4,
         )  # fmt: skip
@@ -146,10 +153,10 @@ def _share(keys, splits, TILE_KEYS: tl.constexpr, LEAST: tl.constexpr):
     return tl.maximum(tl.cdiv(tl.cdiv(keys, TILE_KEYS), splits), LEAST)
 
 
-@triton.jit(do_not_specialize=["table_row", "table_pages", "rows", "splits"])
+@triton.jit(do_not_specialize=["table_row", "table_pages", "shortest", "longest", "splits"])
 def _attend_kernel(
     q, kv, tables, page_positions, starts, row_positions, out, lse, gate,
-    table_row, table_pages, q_row, q_head, gate_row, gate_head, rows, splits, scale,
+    table_row, table_pages, q_row, q_head, gate_row, gate_head, shortest, longest, splits, scale,
     SPLIT: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +166,7 @@ def _attend_kernel(
     tile = tl.num_programs(0) // splits - 1 - tl.program_id(0) // splits
     start = tl.load(starts + segment)
     length = tl.load(starts + segment + 1) - start
-    if tile * TILE_ROWS >= length * GROUP:
+    if (length < shortest) | (length > longest) | (tile * TILE_ROWS >= length * GROUP):
         return
     flat = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     live = flat < length * GROUP
@@ -227,7 +234,10 @@ def _attend_kernel(
             gate + row[:, None] * gate_row + head[:, None] * gate_head + d[None, :], mask=live[:, None], other=0.0
         )
         acc = acc * tl.sigmoid(gated.to(tl.float32))
-    to = (split.to(tl.int64) * rows + row) * (KV_HEADS * GROUP) + head
+    to = row
+    if SPLIT:  # parts lie by segment and row inside it
+        to = (split * tl.num_programs(2) + segment).to(tl.int64) * longest + flat // GROUP
+    to = to * (KV_HEADS * GROUP) + head
     tl.store(out + to[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=live[:, None])
     if lse is not None:
         # scores are in powers of two; the caller's log-sum-exp is natural
@@ -235,16 +245,20 @@ def _attend_kernel(
         tl.store(lse + to, natural, mask=live)
 
 
-@triton.jit(do_not_specialize=["table_pages", "rows", "splits"])
+@triton.jit(do_not_specialize=["table_pages", "shortest", "longest", "splits"])
 def _merge_kernel(
-    parts, part_lse, out, lse, gate, starts, row_positions, row_segments, table_pages, gate_row, gate_head,
-    rows, splits, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    parts, part_lse, out, lse, gate, starts, row_positions, table_pages, gate_row, gate_head,
+    shortest, longest, splits, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    segment = tl.load(row_segments + row)
-    whole = table_pages * PAGE if LISTED else tl.load(row_positions + tl.load(starts + segment + 1) - 1) + 1
+    segment, local = tl.program_id(2) // longest, tl.program_id(2) % longest
+    start = tl.load(starts + segment)
+    length = tl.load(starts + segment + 1) - start
+    if (length < shortest) | (length > longest) | (local >= length):
+        return
+    row = (start + local).to(tl.int64)
+    whole = table_pages * PAGE if LISTED else tl.load(row_positions + start + length - 1) + 1
     share = _share(whole, splits, TILE_KEYS, LEAST)
     worked = tl.cdiv(tl.cdiv(whole, TILE_KEYS), share)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -253,7 +267,7 @@ def _merge_kernel(
     acc = tl.zeros([COLUMNS], tl.float32)
     for first in range(0, worked, BLOCK):
         s = first + tl.arange(0, BLOCK)
-        at = (s.to(tl.int64) * rows + row) * HEADS + head
+        at = (s.to(tl.int64) * tl.num_programs(2) + tl.program_id(2)) * HEADS + head
         logs = tl.load(part_lse + at, mask=s < worked, other=float("-inf"))
         part = tl.load(parts + at[:, None] * DIM + j[None, :], mask=(s < worked)[:, None], other=0.0)
         new_top = tl.maximum(top, tl.max(logs, axis=0))

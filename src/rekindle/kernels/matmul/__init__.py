@@ -83,7 +83,7 @@ def gather_rows(matrix: Matrix, ids: Tensor) -> Tensor:
     """The rows with these numbers, as values [len(ids), in]: how a table that lies on the device is read."""
     if matrix.packed is None:
         return matrix.values.index_select(0, ids.long())
-    return naive.packed_values(matrix.packed.rows_at(ids.long()))
+    return _gpu().gather_rows(matrix.packed, ids)
 
 
 def swiglu(x: Tensor, gate: Matrix, up: Matrix) -> Tensor:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rekindle.kernels.matmul.tiles import block_numbers, dot_blocks, dot_pair, load_weights
 from rekindle.kernels.matmul.types import Matrix, Packed
@@ -25,11 +26,19 @@ ENOUGH_WARPS = 2048  # in flight, to keep the memory of a large card busy
 
 
 class RowConfig(NamedTuple):
-    """One row: rows and blocks of a tile. A warp covers 32 blocks, so warps lie side by side along a row."""
+    """One row: rows and blocks of a tile. A warp covers 32 blocks, so warps lie side by side along a row.
+
+    `early` (NVIDIA, Hopper on): programs take their places while the launch before still runs, and wait there.
+    """
 
     rows: int
     blocks: int
     warps: int
+    early: bool = False
+
+    @property
+    def launch(self) -> dict[str, int | bool]:
+        return {"num_warps": self.warps} | ({"launch_pdl": True} if self.early else {})
 
 
 class RowsConfig(NamedTuple):
@@ -43,13 +52,12 @@ class RowsConfig(NamedTuple):
 
 
 def row_config(type: str, out: int, columns: int) -> RowConfig:
-    """Many outputs: wide tiles, which share what is read of x. Few: more warps beside one another along each row."""
+    """Small matrices take more warps beside one another along each row, so that enough loads are in flight."""
     blocks = columns // 32
-    tile = 8 if out * blocks >= 1 << 21 else 4
     warps = next((w for w in (4, 2) if blocks % (32 * w) == 0), 1)
-    while out // tile * warps < ENOUGH_WARPS and warps < 4 and blocks > 32 * warps:
+    while out // 4 * warps < ENOUGH_WARPS and warps < 4 and blocks > 32 * warps:
         warps *= 2
-    return RowConfig(tile, 32 * warps, warps)
+    return RowConfig(4, 32 * warps, warps)
 
 
 def rows_config(type: str, out: int, columns: int, rows: int) -> RowsConfig:
@@ -129,9 +137,12 @@ def _row_kernel(
     out3, codes3, high3, scales3, supers3, rows3,
     COLUMNS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr, TYPE3: tl.constexpr,
     BN: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
-    ADD: tl.constexpr,
+    ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Up to four matrices behind one another; a program belongs to one of them."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     pid = tl.program_id(0)
     end = tl.cdiv(rows0, BN)
     if pid < end:
@@ -247,7 +258,8 @@ def launch_row(
     _row_kernel[(sum(triton.cdiv(size, config.rows) for size in sizes),)](
         x, 0, outs[0] if residual is None else residual, *arguments, columns, *types,
         BN=config.rows, BB=config.blocks, MASKED=columns % (32 * config.blocks) != 0,
-        RAGGED=any(size % config.rows for size in sizes), ADD=residual is not None, num_warps=config.warps,
+        RAGGED=any(size % config.rows for size in sizes), ADD=residual is not None, EARLY=config.early,
+        **config.launch,
     )  # fmt: skip
     return outs
 
@@ -275,8 +287,12 @@ def _swiglu_row_kernel(
     codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr,
     BN: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """BN outputs: a tile of 2 · BN rows, gate and up by turns, shares what is read of x."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     blocks: tl.constexpr = COLUMNS // 32
     t = tl.arange(0, 2 * BN)
     row = tl.program_id(0) * BN + t // 2
@@ -307,7 +323,7 @@ def swiglu_row(x: Tensor, gate: Packed, up: Packed, config: RowConfig | None = N
     _swiglu_row_kernel[(triton.cdiv(gate.rows, half),)](
         x, out, gate.rows, 0, *planes_of(gate), *planes_of(up), gate.columns, gate.type,
         BN=half, BB=config.blocks, MASKED=gate.columns % (32 * config.blocks) != 0, RAGGED=gate.rows % half != 0,
-        num_warps=config.warps,
+        EARLY=config.early, **config.launch,
     )  # fmt: skip
     return out
 
@@ -427,11 +443,14 @@ def counters(device: torch.device) -> Tensor:
 
 @triton.jit
 def _expand_kernel(
-    out, codes, high, scales, supers, rows, blocks, nought,
-    TYPE: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr,
+    out, ids, codes, high, scales, supers, rows, blocks, nought,
+    TYPE: tl.constexpr, GATHER: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """out[n] = the values of row n, or of row ids[n]."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.minimum(n, rows - 1)
+    if GATHER:
+        row = tl.load(ids + row).to(tl.int32)
     b = tl.program_id(1) * BB + tl.arange(0, BB)
     blk = b[:, None] + row[None, :] * blocks
     mask = (b < blocks)[:, None] & (row >= 0)[None, :]
@@ -454,8 +473,19 @@ def expand(weight: Packed, out: Tensor, config: ExpandConfig = EXPAND) -> Tensor
     """The weights as values into out [rows, columns]."""
     blocks = weight.columns // 32
     _expand_kernel[(triton.cdiv(weight.rows, config.rows), triton.cdiv(blocks, config.blocks))](
-        out, *planes_of(weight), weight.rows, blocks, 0, weight.type,
+        out, out, *planes_of(weight), weight.rows, blocks, 0, weight.type, GATHER=False,
         BN=config.rows, BB=config.blocks, MASKED=blocks % config.blocks != 0, num_warps=config.warps,
+    )  # fmt: skip
+    return out
+
+
+def gather_rows(weight: Packed, ids: Tensor) -> Tensor:
+    """The rows `ids` (any integers, [n]) as float32 [n, columns]."""
+    blocks = weight.columns // 32
+    out = torch.empty(ids.shape[0], weight.columns, dtype=torch.float32, device=ids.device)
+    _expand_kernel[(ids.shape[0], triton.cdiv(blocks, 32))](
+        out, ids, *planes_of(weight), ids.shape[0], blocks, 0, weight.type, GATHER=True,
+        BN=1, BB=32, MASKED=blocks % 32 != 0, num_warps=1,
     )  # fmt: skip
     return out
 

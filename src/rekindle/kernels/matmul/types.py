@@ -34,19 +34,6 @@ class Packed:
     def nbytes(self) -> int:
         return sum(plane.nbytes for plane in self.planes)
 
-    def rows_at(self, ids: Tensor) -> Packed:
-        """These rows alone."""
-        high, supers = self.high, self.supers
-        return Packed(
-            self.type,
-            len(ids),
-            self.columns,
-            self.codes.index_select(0, ids),
-            high.index_select(0, ids) if high is not None else None,
-            self.scales.index_select(0, ids),
-            supers.index_select(0, ids) if supers is not None else None,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Matrix:

@@ -30,21 +30,30 @@ def sample(
 
     Temperature first, then top-k (0: off), top-p (1: off), min-p (0: off), each on what the one before left; then the
     first token whose cumulated probability exceeds the uniform number in [0, 1). Temperature 0 takes the highest
-    logit, the lowest id on ties. Settings that lie on the host choose a cheaper path where there is one.
+    logit, the lowest id on ties. The settings lie together; on the host they choose a cheaper path where there is one.
     """
     if _on_host(temperature) and bool((temperature == 0).all()):
         return argmax(logits)
     width = logits.shape[-1]
-    if _on_host(top_k) and bool(((top_k > 0) | (temperature == 0).cpu()).all()):
+    if _on_host(top_k) and bool(((top_k > 0) | (temperature.cpu() == 0)).all()):
         width = min(width, max(1, int(top_k.max())))
     values, tokens = _highest(logits, width)
-    temperature, top_k, top_p, min_p, uniforms = (
-        x.to(logits.device)[:, None] for x in (temperature, top_k, top_p, min_p, uniforms)
-    )
+    # one transfer for all settings; a uniform number just below 1 may not round up to the whole
+    settings = torch.stack([x.float() for x in (temperature, top_k, top_p, min_p, uniforms.clamp(max=1 - 2**-23))])
+    settings = settings.to(logits.device, non_blocking=True)
+    if logits.is_cuda and width <= SMALL_TOP_K:
+        from rekindle.kernels.sampling import triton
+
+        return triton.draw(values, tokens, settings)
+    return draw(values, tokens, settings)
+
+
+def draw(values: Tensor, tokens: Tensor, settings: Tensor) -> Tensor:
+    """One of the tokens [rows, n], whose logits descend; settings float32 [5, rows] as `sample` names them."""
+    temperature, top_k, top_p, min_p, uniforms = settings[:, :, None]
     greedy = temperature == 0
     scaled = (values - values[:, :1]) / torch.where(greedy, 1.0, temperature)
-    probabilities = _filtered(scaled.exp(), top_k, top_p, min_p)
-    cumulated = probabilities.cumsum(-1)
+    cumulated = _filtered(scaled.exp(), top_k, top_p, min_p).cumsum(-1)
     beyond = uniforms * cumulated[:, -1:] < cumulated
     first = beyond.to(torch.int8).argmax(-1, keepdim=True)  # beyond is False … False True … True
     return tokens.gather(-1, torch.where(greedy, 0, first))[:, 0]
@@ -68,20 +77,15 @@ def _highest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     if width > SMALL_TOP_K:
         values, tokens = logits.sort(dim=-1, descending=True, stable=True)
         return values[:, :width], tokens[:, :width]
-    tokens = _top_tokens(logits, width).sort(dim=-1).values
-    values, order = logits.gather(-1, tokens).sort(dim=-1, descending=True, stable=True)
-    return values, tokens.gather(-1, order)
-
-
-def _top_tokens(logits: Tensor, width: int) -> Tensor:
-    """Ids of the `width` highest logits, in any order. Runs of the vocabulary first: they can work side by side."""
+    # Distinct integers in the order (logit, then lower id): selection cannot depend on how ties happen to be met.
     vocab = logits.shape[1]
-    if vocab % RUNS or vocab // RUNS < 4 * width:
-        return logits.topk(width, dim=-1).indices
-    values, at = logits.unflatten(1, (RUNS, -1)).topk(width, dim=-1)
-    tokens = at + torch.arange(0, vocab, vocab // RUNS, device=logits.device)[:, None]
-    best = values.flatten(1).topk(width, dim=-1).indices
-    return tokens.flatten(1).gather(-1, best)
+    bits = (logits + 0.0).view(torch.int32)  # adding zero makes one zero of two
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * 2**32
+    keys += torch.arange(vocab - 1, -1, -1, device=logits.device)
+    if vocab % RUNS == 0 and vocab // RUNS >= 4 * width:
+        keys = keys.unflatten(1, (RUNS, -1)).topk(width, dim=-1).values.flatten(1)
+    tokens = vocab - 1 - (keys.topk(width, dim=-1).values & 0xFFFFFFFF)
+    return logits.gather(-1, tokens), tokens
 
 
 def _filtered(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The highest logit of every row on a GPU: parts of the vocabulary side by side, then the best of the parts."""
+"""Choosing tokens on a GPU: the highest logit of a row, and the draw among a row's best."""
 
 from __future__ import annotations
 
@@ -40,3 +40,36 @@ def _best_kernel(values, tokens, out, parts, BLOCK: tl.constexpr):
     value = tl.load(values + row * parts + at, mask=at < parts, other=float("-inf"))
     _, which = tl.max(value, axis=0, return_indices=True)
     tl.store(out + row, tl.load(tokens + row * parts + which))
+
+
+def draw(values: Tensor, tokens: Tensor, settings: Tensor) -> Tensor:
+    """naive.draw in one launch, for few candidates."""
+    rows, n = values.shape
+    assert values.stride(1) == tokens.stride(1) == settings.stride(1) == 1, "candidates and settings are dense"
+    out = torch.empty(rows, dtype=torch.int64, device=values.device)
+    _draw_kernel[(rows,)](
+        values, tokens, settings, out, values.stride(0), tokens.stride(0), settings.stride(0), n,
+        BLOCK=triton.next_power_of_2(n), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["value_row", "token_row", "setting_row", "n"])
+def _draw_kernel(values, tokens, settings, out, value_row, token_row, setting_row, n, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    rank = tl.arange(0, BLOCK)
+    temperature, top_k = tl.load(settings + row), tl.load(settings + setting_row + row)
+    top_p, min_p = tl.load(settings + 2 * setting_row + row), tl.load(settings + 3 * setting_row + row)
+    uniform = tl.load(settings + 4 * setting_row + row)
+    value = tl.load(values + row * value_row + rank, mask=rank < n, other=float("-inf"))
+    greedy = temperature == 0.0
+    weight = tl.exp((value - tl.max(value, axis=0)) / tl.where(greedy, 1.0, temperature))
+    weight = tl.where(rank < tl.where(top_k > 0.0, top_k, BLOCK), weight, 0.0)
+    before = tl.cumsum(weight, axis=0) - weight
+    reach = tl.where(top_p < 1.0, top_p, 2.0) * tl.sum(weight, axis=0)  # twice the whole is never reached
+    weight = tl.where((rank == 0) | (before < reach), weight, 0.0)
+    weight = tl.where((rank == 0) | (weight >= min_p), weight, 0.0)
+    cumulated = tl.cumsum(weight, axis=0)
+    whole = tl.max(cumulated, axis=0)
+    first = tl.sum((cumulated <= uniform * whole).to(tl.int32), axis=0)
+    tl.store(out + row, tl.load(tokens + row * token_row + tl.where(greedy, 0, first)))

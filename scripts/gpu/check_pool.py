@@ -1,0 +1,171 @@
+"""Check, then time, the KV pool on a GPU: PYTHONPATH=src:carry python3 scripts/gpu/check_pool.py
+
+Reading a pool smaller than the sequence against one that holds it all, both modes, paging and snapshots included, with
+hand-made queries and keys; then what streaming costs at the attention shape of the 27B model. The table comes last.
+Exit code 1: a check failed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+import torch
+
+from rekindle.batch import Segment
+from rekindle.kernels.attention import store_kv
+from rekindle.kernels.attention.rows import KV_DTYPES, row_size
+from rekindle.kernels.ragged import Ragged
+from rekindle.pool import KvMode, PagePool, PoolReader
+from rekindle.spec import PAGE
+
+CUDA = torch.device("cuda:0")
+
+
+class Hand:
+    """One sequence whose queries, keys and values are given instead of computed."""
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], places: int, host: int, mode: KvMode = "exact", kv_type: str = "bf16"
+    ) -> None:
+        self.layers, self.heads, self.kv_heads, self.dim = shape
+        row = row_size(kv_type, self.dim)
+        self.pool = PagePool(places, self.layers, self.kv_heads, row, KV_DTYPES[kv_type], CUDA, host)
+        self.reader = PoolReader(self.pool, mode)
+        self.table = self.pool.new_table()
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        position, rows = self.table.position, len(q)
+        self.reader.prepare([Segment(0, position, (0,) * rows)], [self.table], rewindable=False)
+
+        def int32(values: object) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=CUDA)
+
+        ragged = Ragged(
+            starts=int32([0, rows]),
+            slots=int32([0]),
+            positions=int32([position]),
+            row_positions=torch.arange(position, position + rows, dtype=torch.int32, device=CUDA),
+            row_segments=int32([0] * rows),
+            tables=int32([self.table.places(self.pool.scratch_page)]),
+            lengths=(rows,),
+            befores=(position,),
+            slot_list=(0,),
+        )
+        outs = []
+        for layer in range(self.layers):
+            store_kv(self.pool.kv[layer], k + layer, v - layer, ragged)
+            outs.append(self.reader.attend(layer, q, ragged, self.dim**-0.5))
+        self.table.position += rows
+        self.reader.advance()
+        return torch.stack(outs)
+
+
+def rows_of(hand: Hand, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator(CUDA).manual_seed(seed)
+
+    def values(heads: int) -> torch.Tensor:
+        return torch.randn(count, heads, hand.dim, generator=draw, device=CUDA, dtype=torch.bfloat16)
+
+    return values(hand.heads), values(hand.kv_heads), values(hand.kv_heads)
+
+
+def drive(hand: Hand, pages: int, decode: int) -> list[torch.Tensor]:
+    """Prefill in chunks of 512, then decode; the outputs of all decode rows and of the last chunk."""
+    outs = []
+    for at in range(0, pages * PAGE, 512):
+        outs = [hand.run(*rows_of(hand, 512, at))]
+    return outs + [hand.run(*rows_of(hand, 1, 10_000_000 + i)) for i in range(decode)]
+
+
+def worst(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    return max(float((x.float() - y.float()).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+def check() -> bool:
+    shape, good = (2, 8, 2, 128), True
+
+    def say(name: str, off: float, bound: float) -> None:
+        nonlocal good
+        good &= off <= bound
+        print(f"{'ok ' if off <= bound else 'BAD'} {name}: off by {off:.2e}, bound {bound:.0e}", flush=True)
+
+    full = drive(Hand(shape, 200, 0), 160, 130)
+    for places in (10, 40, 161):
+        small = Hand(shape, places, 200)
+        say(f"exact, 160 pages in {places} places", worst(full, drive(small, 160, 130)), 2e-2)
+        small.pool.check()
+        print("   ", small.pool.counts)
+    say("sparse, pool as large as the sequence", worst(full, drive(Hand(shape, 200, 0, "sparse"), 160, 130)), 0)
+    sparse = Hand(shape, 20, 200, "sparse")
+    drive(sparse, 160, 130)
+    print("    sparse in 20 places:", sparse.pool.counts)
+    good &= sparse.pool.counts.skipped > 0
+    packed = drive(Hand(shape, 60, 0, kv_type="q8"), 48, 5)
+    pooled = drive(Hand(shape, 10, 60, kv_type="q8"), 48, 5)
+    say("q8, 48 pages in 10 places, against q8 in full", worst(packed, pooled), 2e-2)
+    say("q8 against bf16", worst(packed, drive(Hand(shape, 60, 0), 48, 5)), 5e-2)
+    hand = Hand(shape, 24, 100)
+    drive(hand, 16, 0)
+    table = hand.table
+    before = [[layer[page.place].clone() for layer in hand.pool.kv] for page in table.pages]
+    other = hand.pool.new_table()
+    hand.pool.tick([other])
+    hand.pool.extend(other, 24 * PAGE)
+    for layer in hand.pool.kv:
+        layer.zero_()
+    gone = sum(page.place is None for page in table.pages)
+    hand.pool.clear(other)
+    hand.pool.bring_back(table)
+    now = [[layer[page.place] for layer in hand.pool.kv] for page in table.pages]
+    same = all(torch.equal(a, b) for x, y in zip(before, now, strict=True) for a, b in zip(x, y, strict=True))
+    print(f"{'ok ' if same and gone == 16 else 'BAD'} {gone} of 16 pages went and came back with the same bytes")
+    return good and same and gone == 16
+
+
+def milliseconds(hand: Hand, times: int = 20) -> float:
+    rows = rows_of(hand, 1, 5)
+    spent = []
+    for _ in range(times):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        hand.run(*rows)
+        torch.cuda.synchronize()
+        spent.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(spent)
+
+
+def timings() -> None:
+    link = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    to = torch.empty_like(link, device=CUDA)
+    to.copy_(link)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    to.copy_(link)
+    torch.cuda.synchronize()
+    print(f"one copy of 1 GiB from pinned memory: {link.nbytes / (time.perf_counter() - start) / 1e9:.1f} GB/s")
+    shape, pages = (4, 24, 4, 256), 512
+    page_bytes = 2 * PAGE * 4 * 256 * 2
+    lines = []
+    for mode, places in (("exact", 600), ("exact", 256), ("exact", 64), ("sparse", 64), ("sparse", 256)):
+        hand = Hand(shape, places, 700, "sparse" if mode == "sparse" else "exact")
+        start = time.perf_counter()
+        drive(hand, pages, 3)
+        torch.cuda.synchronize()
+        filled = time.perf_counter() - start
+        took = milliseconds(hand)
+        away = sum(page.place is None for page in hand.table.pages) if mode == "exact" else 0
+        rate = away * page_bytes * shape[0] / took / 1e6
+        lines.append(
+            f"{mode:6} {places:4} places: {took:7.2f} ms a decode row of 4 layers, {away} pages streamed "
+            f"({rate:5.1f} GB/s); prefill of 32,768 tokens {filled:5.2f} s"
+        )
+    print("one sequence of 512 pages, 24/4 heads of 256, bf16, 4 attention layers, attention alone")
+    print("\n".join(lines), flush=True)
+
+
+if __name__ == "__main__":
+    passed = check()
+    timings()
+    sys.exit(0 if passed else 1)

@@ -1,0 +1,102 @@
+"""`rekindle cache`: look at, check and move the snapshots in a cache folder."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rekindle.config import parse_bytes, show_bytes
+from rekindle.errors import BadConfig
+from rekindle.snapshots.tools import (
+    SnapshotInfo,
+    export_chain,
+    import_chain,
+    list_snapshots,
+    prune_snapshots,
+    show_snapshot,
+    verify_snapshots,
+)
+
+app = typer.Typer(help="Snapshots on disk: list, show, verify, prune, export, import.", no_args_is_help=True)
+
+Folder = Annotated[Path, typer.Argument(help="The folder given to `rekindle serve --cache-dir`.")]
+Id = Annotated[str, typer.Argument(help="A snapshot's id, or the beginning of it.")]
+SHOWN = 12  # characters of an id in a list
+
+
+@app.command("list")
+def list_command(
+    folder: Folder, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
+) -> None:
+    """Every snapshot, the most recently used first. A server may be using the folder."""
+    found = list_snapshots(_existing(folder))
+    if as_json:
+        print(json.dumps([{name: getattr(info, name) for name in SnapshotInfo.__slots__} for info in found]))
+        return
+    table = Table("id", "model", "tokens", "kind", "conversation", "used", "own", "with pages", box=None)
+    for info in found:
+        table.add_row(
+            info.id[:SHOWN],
+            info.fingerprint[:SHOWN],
+            f"{info.position:,}",
+            info.kind,
+            (info.conversation or "")[:SHOWN],
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(info.used)),
+            show_bytes(info.own_bytes),
+            show_bytes(info.total_bytes),
+        )
+    Console().print(table)
+    print(f"{len(found)} snapshots")
+
+
+@app.command("show")
+def show_command(folder: Folder, id: Id) -> None:
+    """The manifest of one snapshot, as JSON."""
+    print(json.dumps(show_snapshot(_existing(folder), id), indent=2))
+
+
+@app.command("verify")
+def verify_command(folder: Folder) -> None:
+    """Read every byte and compare it with its checksum; fails if one is not as it was written."""
+    findings = verify_snapshots(_existing(folder))
+    faulty = [finding for finding in findings if finding.fault is not None]
+    for finding in faulty:
+        print(f"{finding.id[:SHOWN]}  {finding.fault}")
+    print(f"{len(findings)} snapshots, {len(faulty)} faulty")
+    if faulty:
+        raise typer.Exit(1)
+
+
+@app.command("prune")
+def prune_command(folder: Folder, size: Annotated[str, typer.Option(help="What may be left, such as 4GiB.")]) -> None:
+    """Remove the snapshots that were not used for longest, until no more than SIZE is left."""
+    pruned = prune_snapshots(_existing(folder), parse_bytes(size, "--size"))
+    print(f"{len(pruned.removed)} snapshots removed, {show_bytes(pruned.freed)} freed, {show_bytes(pruned.left)} left")
+
+
+@app.command("export")
+def export_command(folder: Folder, id: Id, target: Annotated[Path, typer.Argument(help="The tar file.")]) -> None:
+    """Write a snapshot and all shorter ones on its way into one file, to be imported elsewhere."""
+    ids = export_chain(_existing(folder), id, target)
+    print(f"{len(ids)} snapshots in {target}, {show_bytes(target.stat().st_size)}")
+
+
+@app.command("import")
+def import_command(folder: Folder, source: Annotated[Path, typer.Argument(help="A tar file of `export`.")]) -> None:
+    """Take in an exported file; every checksum is verified first."""
+    if not source.is_file():
+        raise BadConfig(f"there is no file {source}")
+    ids = import_chain(folder, source)
+    print(f"{len(ids)} snapshots taken in")
+
+
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise BadConfig(f"there is no folder {folder}")
+    return folder

@@ -1,0 +1,173 @@
+"""The feed-forward part of an MoE layer whose experts are not all on the device.
+
+Three ways to run the cold ones:
+
+    RING    few pairs: the missing experts are brought into ring slots, then all pairs run as if every expert were hot.
+            The host is not asked, so the step can be recorded and replayed.
+    STREAM  many pairs: the cold experts pass through a small staging area, group by group, while the resident run.
+    HOST    the cold experts are computed on the CPU while the resident run; the most used one then enters the ring.
+
+A forward's way depends on its number of rows alone: a measured cost model decides between bringing and computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rekindle.experts.cost import CostModel
+from rekindle.experts.counts import LayerCounter
+from rekindle.experts.residency import Residency
+from rekindle.experts.swaps import choose_swaps
+from rekindle.kernels.matmul import multiply, swiglu
+from rekindle.kernels.moe import ExpertStack, SharedExpert, moe, route
+
+
+class Way(Enum):
+    RING = auto()
+    STREAM = auto()
+    HOST = auto()
+
+
+class Weights(Protocol):
+    """Slots on the device and what lies in host memory behind them."""
+
+    stacks: tuple[ExpertStack, ExpertStack, ExpertStack]
+    expert_bytes: int  # of one expert, over the link
+    recordable: bool  # bringing an expert into the ring does not ask the host
+    portions: int  # turns in which a batch may go through the ring
+
+    def take_in(self, load: Tensor) -> None:
+        """Put expert load[i], unless it is -1, into ring slot i."""
+        ...
+
+    def swap(self, slot: int, goes: int, comes: int) -> None:
+        """The weights in a hot slot become those of the expert that comes."""
+        ...
+
+    def stream(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Σ of the routed experts, float32 [rows, hidden]; cold ones by the staging area."""
+        ...
+
+    def host(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The same; cold ones on the CPU."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class ExpertSet:
+    router: Tensor  # [experts, hidden], float32
+    used: int
+    weights: Weights
+    residency: Residency
+    shared: SharedExpert
+    cost: CostModel
+    counter: LayerCounter
+    swaps: int = 0  # done so far
+    _arriving: _Arrival | None = field(default=None)
+
+    @property
+    def all_resident(self) -> bool:
+        return False
+
+    def can_record(self, rows: int) -> bool:
+        """A step with so many rows never asks the host."""
+        return self.weights.recordable and self.way(rows) is Way.RING
+
+    def way(self, rows: int) -> Way:
+        pairs, experts = rows * self.used, self.residency.experts
+        cold = experts - len(self.residency.hot)
+        if self.cost.prefers_host(pairs, cold, experts, self.weights.expert_bytes):
+            return Way.HOST
+        return Way.RING if 0 < rows <= self.weights.portions * self._at_once else Way.STREAM
+
+    @property
+    def _at_once(self) -> int:
+        """Rows whose experts certainly find room in the ring together."""
+        return self.residency.ring // self.used
+
+    def forward(self, h: Tensor) -> Tensor:
+        ids, weights = route(h, self.router, self.used)
+        self._finish_arrival()
+        way = self.way(h.shape[0])
+        if way is Way.RING:
+            turns = zip(*(tensor.split(self._at_once) for tensor in (h, ids, weights)), strict=True)
+            parts = [self._by_ring(*turn) for turn in turns]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        self.counter.note(ids)
+        if way is Way.STREAM:
+            return self._with_shared(h, self.weights.stream(h, ids, weights))
+        total = self._with_shared(h, self.weights.host(h, ids, weights))
+        self._begin_arrival(ids)
+        return total
+
+    def _by_ring(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        slots, load = self.residency.admit(ids, self.counter.tally)
+        self.weights.take_in(load)
+        return moe(h, slots, weights, *self.weights.stacks, self.shared)
+
+    def _with_shared(self, h: Tensor, total: Tensor) -> Tensor:
+        share = torch.sigmoid(h.float() @ self.shared.scale.float())[:, None]
+        extra = multiply(swiglu(h, self.shared.gate, self.shared.up), self.shared.down).float()
+        return (total + share * extra).to(h.dtype)
+
+    # Between forwards
+
+    def settle(self, rows: int) -> None:
+        """So many rows have passed; when the counts say so, a few experts change places."""
+        self._finish_arrival()
+        if not self.counter.poll(rows):
+            return
+        for goes, comes in choose_swaps(self.counter.row, self.residency.hot):
+            self.swap(goes, comes)
+
+    def swap(self, goes: int, comes: int) -> None:
+        """A hot and a cold expert change places, in the order of the stream: forwards see them before or after."""
+        self._finish_arrival()
+        slot = self.residency.swap(goes, comes)
+        self.weights.swap(slot, goes, comes)
+        self.swaps += 1
+
+    # An expert that the CPU has just computed follows into the ring while later layers run
+
+    def _begin_arrival(self, ids: Tensor) -> None:
+        if not self.residency.ring:
+            return
+        load = self.residency.make_room(ids)
+        arrival = _Arrival(load)
+        with arrival.aside():
+            self.weights.take_in(load)
+        self._arriving = arrival
+
+    def _finish_arrival(self) -> None:
+        if self._arriving is not None:
+            self._arriving.wait()
+            self.residency.settle(self._arriving.load)
+            self._arriving = None
+
+
+class _Arrival:
+    """A copy under way beside the forwards."""
+
+    def __init__(self, load: Tensor) -> None:
+        self.load = load
+        self._stream = torch.cuda.Stream() if load.is_cuda else None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def wait(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)

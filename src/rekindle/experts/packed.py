@@ -1,0 +1,341 @@
+"""Experts quantised in planes, on a GPU: slots on the device, cold ones in pinned host memory in the same planes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rekindle.errors import DoesNotFit
+from rekindle.experts.host import HostExecutor, rows_of
+from rekindle.experts.residency import Residency
+from rekindle.experts.stored import StoredExperts, StoredPart, Three
+from rekindle.kernels.matmul.naive import packed_values
+from rekindle.kernels.matmul.packing import pack
+from rekindle.kernels.matmul.types import Packed
+from rekindle.kernels.matmul.upload import upload
+from rekindle.kernels.moe import ExpertStack
+
+STAGED = 8  # experts in each of the two halves of the staging area
+AT_A_TIME = 32  # experts packed at a time while loading
+ELSEWHERE = -(1 << 30)  # a place that no group of the staging area has
+Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
+Stacks = tuple[ExpertStack, ExpertStack, ExpertStack]
+
+
+class PackedWeights:
+    recordable = True
+    portions = 8  # a batch may go through the ring in so many turns; beyond, the staging area moves fewer bytes
+
+    def __init__(
+        self, stored: StoredExperts, residency: Residency, device: torch.device, staging: Staging | None = None,
+        keep: int = 0,
+    ) -> None:  # fmt: skip
+        self._residency = residency
+        self._cold = [expert for expert in range(stored.count) if expert not in set(residency.hot)]  # by place
+        self._memory = HostMemory(sum(_host_bytes(part, len(self._cold)) for part in stored.parts), device)
+        gate, up, down = (_load_part(part, residency, self._cold, device, self._memory) for part in stored.parts)
+        self.stacks: Stacks = (gate[0], up[0], down[0])
+        self._host_stacks: Stacks = (gate[1], up[1], down[1])
+        self.expert_bytes = sum(stack.nbytes for stack in self._host_stacks) // len(self._cold)
+        places = torch.full((stored.count,), -1, dtype=torch.int32)
+        places[torch.tensor(self._cold)] = torch.arange(len(self._cold), dtype=torch.int32)
+        self.places = places.to(device)  # expert -> where it lies in host memory
+        self._at_place = torch.tensor(self._cold, dtype=torch.int32, device=device)
+        self._staging = staging or Staging(self.stacks, device)
+        self._to_ring = make_pieces(self._host_stacks, self.stacks, len(residency.hot), device)
+        self._to_staging = [make_pieces(self._host_stacks, half, 0, device) for half in self._staging.halves]
+        self.host_executor = HostExecutor(self._values, keep)
+
+    @property
+    def staging(self) -> Staging:
+        return self._staging
+
+    def take_in(self, load: Tensor) -> None:
+        _gpu().fetch(self._to_ring, load, self.places)
+
+    def fill_staging(self) -> int:
+        """One half of the staging area filled with cold experts, whoever they are; gives the bytes that moved."""
+        some = self._at_place[:STAGED]
+        _gpu().fetch(self._to_staging[0], some, self.places)
+        return len(some) * self.expert_bytes
+
+    def swap(self, slot: int, goes: int, comes: int) -> None:
+        """The expert that goes takes the host place of the one that comes. All in the order of the stream."""
+        place = self._cold.index(comes)
+        for here, there in zip(self.stacks, self._host_stacks, strict=True):
+            for mine, other in zip(_by_expert(here), _by_expert(there), strict=True):
+                coming = other[place].to(mine.device, non_blocking=True, copy=True)
+                other[place].copy_(mine[slot], non_blocking=True)
+                mine[slot].copy_(coming)
+        self._cold[place] = goes
+        self.places[goes] = place
+        self.places[comes] = -1
+        self._at_place[place] = goes
+
+    def stream(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """float32 [rows, hidden]. Cold experts arrive in one half of the staging area while the other works."""
+        slots = self._residency.slots_of(ids)
+        places = self.places.index_select(0, ids.flatten()).view(ids.shape).masked_fill(slots >= 0, ELSEWHERE)
+        load = self._missing(ids)
+        shares = torch.empty(ids.numel(), h.shape[1], dtype=torch.float32, device=h.device)
+        lanes = self._staging.lanes
+        lanes.begin(load)
+        self._run(h, slots, weights, self.stacks, shares)
+        for first in range(0, len(self._cold), STAGED):
+            half = lanes.turn()
+            with lanes.copying(half):
+                _gpu().fetch(self._to_staging[half], load[first : first + STAGED], self.places)
+            with lanes.computing(half):
+                self._run(h, places - first, weights, self._staging.halves[half], shares)
+        return shares.view(*ids.shape, -1).sum(1)
+
+    def host(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """float32 [rows, hidden]. What is on the device runs there while the CPU does the rest."""
+        slots = self._residency.slots_of(ids)
+        shares = torch.zeros(ids.numel(), h.shape[1], dtype=torch.float32, device=h.device)
+        x, chosen, missing = h.float().cpu(), ids.cpu(), self._missing(ids).cpu()
+        self._run(h, slots, weights, self.stacks, shares)
+        for expert in missing[missing >= 0].tolist():
+            row, place = rows_of(chosen, expert)
+            share = self.host_executor.share(x.index_select(0, row), expert).to(h.device, non_blocking=True)
+            pair = (row * ids.shape[1] + place).to(h.device, non_blocking=True)
+            shares.index_copy_(0, pair, share * weights.flatten().index_select(0, pair)[:, None])
+        return shares.view(*ids.shape, -1).sum(1)
+
+    def _missing(self, ids: Tensor) -> Tensor:
+        """Per host place: the expert that lies there if it is needed and not on the device, else -1."""
+        needed = torch.zeros(self._residency.experts, dtype=torch.bool, device=ids.device)
+        needed.index_fill_(0, ids.flatten().long(), True)
+        missing = needed & (self._residency.table < 0)
+        return self._at_place.masked_fill(~missing.index_select(0, self._at_place), -1)
+
+    def _run(self, h: Tensor, slots: Tensor, weights: Tensor, stacks: Stacks, shares: Tensor) -> None:
+        """Weighted shares of the pairs whose slot is one of the stacks'; others are left alone."""
+        from rekindle.kernels.moe import triton as kernels
+
+        gate, up, down = stacks
+        if not gate.experts:  # no hot expert, no ring
+            return
+        h, used, expanding = h.contiguous(), slots.shape[1], h.shape[0] >= kernels.MANY_ROWS
+        density = -(-2 * slots.numel() // self._residency.experts)
+        order, starts = kernels.group(slots, gate.experts)
+        inner = torch.empty(slots.numel(), gate.rows, dtype=h.dtype, device=h.device)
+        tile = kernels.up_config(density, expanding)
+        kernels._grouped(h, order, starts, weights, inner, [gate, up], used, tile, expanding)
+        tile = kernels.down_config(density, expanding)
+        kernels._grouped(inner, order, starts, weights, shares, [down], used, tile, expanding)
+
+    def _values(self, expert: int) -> Three:
+        place = self._cold.index(expert)
+        gate, up, down = (packed_values(_one(stack, place)) for stack in self._host_stacks)
+        return gate, up, down
+
+
+class Staging:
+    """Two halves of a few slots each, shared by all layers of a stage whose experts look alike."""
+
+    def __init__(self, like: Stacks, device: torch.device) -> None:
+        self.halves: list[Stacks] = []
+        for _ in range(2):
+            gate, up, down = (_empty_stack(stack, STAGED, _on(device)) for stack in like)
+            self.halves.append((gate, up, down))
+        self.lanes = _Lanes(device) if device.type == "cuda" else _OneLane()
+
+
+class _OneLane:
+    """Without streams everything happens where it stands."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def begin(self, load: Tensor) -> None:
+        """The list of what to copy is known from here on."""
+
+    def turn(self) -> int:
+        self._turn ^= 1
+        return self._turn
+
+    @contextlib.contextmanager
+    def copying(self, half: int) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def computing(self, half: int) -> Iterator[None]:
+        yield
+
+
+class _Lanes(_OneLane):
+    """Copies on a stream of their own: a half is filled while the other is read."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._side = torch.cuda.Stream(device)
+        self._known = torch.cuda.Event()
+        self._copied = [torch.cuda.Event() for _ in range(2)]
+        self._free = [torch.cuda.Event() for _ in range(2)]
+
+    def begin(self, load: Tensor) -> None:
+        self._known.record()
+        self._side.wait_event(self._known)
+        load.record_stream(self._side)
+
+    @contextlib.contextmanager
+    def copying(self, half: int) -> Iterator[None]:
+        self._side.wait_event(self._free[half])
+        with torch.cuda.stream(self._side):
+            yield
+        self._copied[half].record(self._side)
+
+    @contextlib.contextmanager
+    def computing(self, half: int) -> Iterator[None]:
+        torch.cuda.current_stream().wait_event(self._copied[half])
+        yield
+        self._free[half].record()
+
+
+# ---- planes ------------------------------------------------------------------------------------------------------
+
+
+class HostMemory:
+    """Pages of their own, which the device may read by itself: pinned as long as this object lives."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        pages = mmap.mmap(-1, max(mmap.PAGESIZE, nbytes))
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
+        self._taken = 0
+        if device.type == "cuda":
+            _pin(self._bytes)
+            weakref.finalize(self, _unpin, self._bytes.data_ptr()).atexit = False
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The next piece, not yet filled."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        start, self._taken = self._taken, self._taken + _whole_lines(nbytes)
+        assert self._taken <= len(self._bytes), (
+            f"{self._taken} bytes of host memory taken, {len(self._bytes)} are there"
+        )
+        return self._bytes[start : start + nbytes].view(dtype).view(*shape)
+
+
+def _pin(memory: Tensor) -> None:
+    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if code:
+        raise DoesNotFit(
+            f"{memory.nbytes} bytes of host memory for cold experts cannot be pinned (CUDA error {code}); "
+            "the limit on locked memory may be too low"
+        )
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _whole_lines(nbytes: int) -> int:
+    """Planes begin at whole 256 bytes."""
+    return -(-nbytes // 256) * 256
+
+
+def _host_bytes(part: StoredPart, experts: int) -> int:
+    """What one part of so many experts takes in planes; asked of a single row."""
+    row = pack(torch.from_numpy(part.raw[:1].copy()), part.type, part.shape[2])
+    return sum(_whole_lines(plane.nbytes * part.shape[1] * experts) for plane in row.planes)
+
+
+def _load_part(
+    part: StoredPart, residency: Residency, cold: Sequence[int], device: torch.device, memory: HostMemory
+) -> tuple[ExpertStack, ExpertStack]:
+    """One part of all experts, some at a time: hot ones to their slots, cold ones to their places in host memory."""
+    experts, rows, columns = part.shape
+    slot_of = {expert: slot for slot, expert in enumerate(residency.hot)}
+    place_of = {expert: place for place, expert in enumerate(cold)}
+    here: ExpertStack | None = None
+    there: ExpertStack | None = None
+    for start in range(0, experts, AT_A_TIME):
+        stop = min(experts, start + AT_A_TIME)
+        packed = pack(upload(part.rows(start, stop), device), part.type, columns)
+        some = ExpertStack((stop - start, rows, columns), packed=packed)
+        if here is None or there is None:
+            here = _empty_stack(some, residency.slots, _on(device))
+            there = _empty_stack(some, len(cold), memory.take)
+        _move(some, here, [(expert - start, slot_of[expert]) for expert in range(start, stop) if expert in slot_of])
+        _move(some, there, [(expert - start, place_of[expert]) for expert in range(start, stop) if expert in place_of])
+    assert here is not None, f"a stack of {experts} experts"
+    assert there is not None, f"a stack of {experts} experts"
+    return here, there
+
+
+def _move(source: ExpertStack, target: ExpertStack, pairs: Sequence[tuple[int, int]]) -> None:
+    if not pairs:
+        return
+    which, where = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    for mine, other in zip(_by_expert(source), _by_expert(target), strict=True):
+        other.index_copy_(0, where.to(other.device), mine.index_select(0, which.to(mine.device)).to(other.device))
+
+
+def _on(device: torch.device) -> Allocate:
+    return lambda shape, dtype: torch.empty(*shape, dtype=dtype, device=device)
+
+
+def _empty_stack(like: ExpertStack, experts: int, allocate: Allocate) -> ExpertStack:
+    """The same planes for another number of experts, not yet filled."""
+
+    def plane(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        return allocate((experts * like.rows, *tensor.shape[1:]), tensor.dtype)
+
+    old = like.planes
+    codes, scales = plane(old.codes), plane(old.scales)
+    assert codes is not None, "codes are there for every type"
+    assert scales is not None, "scales are there for every type"
+    packed = Packed(old.type, experts * like.rows, like.columns, codes, plane(old.high), scales, plane(old.supers))
+    return ExpertStack((experts, like.rows, like.columns), packed=packed)
+
+
+def _by_expert(stack: ExpertStack) -> list[Tensor]:
+    """The planes as views [experts, …]."""
+    return [plane.view(stack.experts, stack.rows, *plane.shape[1:]) for plane in stack.planes.planes]
+
+
+def _one(stack: ExpertStack, expert: int) -> Packed:
+    """The planes of one expert, shared."""
+    part, packed = slice(expert * stack.rows, (expert + 1) * stack.rows), stack.planes
+    return replace(
+        packed,
+        rows=stack.rows,
+        codes=packed.codes[part],
+        high=None if packed.high is None else packed.high[part],
+        scales=packed.scales[part],
+        supers=None if packed.supers is None else packed.supers[part],
+    )
+
+
+def make_pieces(there: Stacks, here: Stacks, first: int, device: torch.device) -> Tensor:
+    """What the programs of a fetch copy: all planes of an expert, cut up; slots are counted from `first`."""
+    from rekindle.experts.triton import PIECE
+
+    rows = []
+    for far, near in zip(there, here, strict=True):
+        for source, target in zip(_by_expert(far), _by_expert(near), strict=True):
+            size = source[0].nbytes if far.experts else 0
+            assert size % 16 == 0, (
+                f"{far.planes.type}: a plane of one expert has {size} bytes, not whole 16-byte pieces"
+            )
+            base = target.data_ptr() + first * size
+            for at in range(0, size // 4, PIECE):
+                rows.append((source.data_ptr(), base, size // 4, at, min(PIECE, size // 4 - at)))
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def _gpu():  # type: ignore[no-untyped-def]
+    from rekindle.experts import triton
+
+    return triton

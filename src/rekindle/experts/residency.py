@@ -1,0 +1,117 @@
+"""Who of a layer's experts is on the device, and in which slot.
+
+Slots [0, hot) hold the experts that placement chose; the ring behind them takes in cold experts on use, the least
+recently used leaving. The tables are tensors on the device and are read and changed there, in the order of the stream:
+a forward needs no answer from the host to find its experts, so it can be part of a recorded step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Residency:
+    def __init__(self, hot: Sequence[int], ring: int, experts: int, device: torch.device) -> None:
+        assert len(set(hot)) == len(hot), f"an expert is hot twice: {sorted(hot)}"
+        assert len(hot) + ring <= experts, f"{len(hot)} hot experts and a ring of {ring} are more than {experts}"
+        self.hot = list(hot)  # expert in slot 0, 1, …; the host's own copy, which only swaps change
+        self.ring = ring
+        self.experts = experts
+        self.table = torch.full((experts,), -1, dtype=torch.int32)  # expert -> slot or -1
+        self.table[torch.tensor(self.hot, dtype=torch.long)] = torch.arange(len(hot), dtype=torch.int32)
+        self.table = self.table.to(device)
+        self.owner = torch.full((ring,), -1, dtype=torch.int32, device=device)  # ring slot -> expert or -1
+        self.used_at = torch.zeros(ring, dtype=torch.int32, device=device)  # step of the last use
+        self.step = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @property
+    def slots(self) -> int:
+        return len(self.hot) + self.ring
+
+    def slots_of(self, ids: Tensor) -> Tensor:
+        """The slot of each id, -1 where it is not on the device."""
+        return self.table.index_select(0, ids.flatten()).view(ids.shape)
+
+    def admit(self, ids: Tensor, tally: Tensor) -> tuple[Tensor, Tensor]:
+        """Make room for every id. Needs a ring with at least as many slots as there are ids.
+
+        Gives the slot of each id, and per ring slot the expert whose weights must be put there first, or -1. Adds the
+        ids to the tally.
+        """
+        assert ids.numel() <= self.ring, f"{ids.numel()} pairs may need more slots than the ring's {self.ring}"
+        if ids.is_cuda:
+            from rekindle.experts.triton import admit as on_device
+
+            return on_device(self, ids, tally)
+        return self._admit(ids, tally)
+
+    def _admit(self, ids: Tensor, tally: Tensor) -> tuple[Tensor, Tensor]:
+        flat = ids.flatten().long()
+        tally.index_add_(0, flat, torch.ones_like(flat, dtype=tally.dtype))
+        needed = torch.zeros(self.experts, dtype=torch.bool, device=ids.device)
+        needed[flat] = True
+        self.step += 1
+        hit = (self.owner >= 0) & needed[self.owner.clamp_min(0).long()]
+        missing = torch.nonzero(needed & (self.table < 0)).flatten()
+        age = torch.where(hit, self.step, self.used_at).long() * self.ring + torch.arange(self.ring, device=ids.device)
+        oldest = torch.argsort(age)[: len(missing)]  # never a hit: those were used in this very step
+        load = torch.full_like(self.owner, -1)
+        load[oldest] = missing.int()
+        leaving = self.owner[oldest]
+        self.table[leaving[leaving >= 0].long()] = -1
+        self.owner[oldest] = missing.int()
+        self.table[missing] = (oldest + len(self.hot)).int()
+        self.used_at.copy_(torch.where(hit | (load >= 0), self.step, self.used_at))
+        return self.slots_of(ids), load
+
+    def make_room(self, ids: Tensor) -> Tensor:
+        """The oldest ring slot is emptied for the missing expert that most pairs chose; the answer is as in `admit`.
+
+        Slots that were used become young. The tables name the newcomer only after `settle`.
+        """
+        votes = torch.zeros(self.experts, dtype=torch.int32, device=ids.device)
+        votes.index_add_(0, ids.flatten(), torch.ones_like(ids).flatten())
+        self.step += 1
+        hit = (self.owner >= 0) & (votes.index_select(0, self.owner.clamp_min(0)) > 0)
+        self.used_at.copy_(torch.where(hit, self.step, self.used_at))
+        wanted = torch.where(self.table < 0, votes, 0)
+        newcomer = torch.where(wanted.max() > 0, wanted.argmax(), -1).int()
+        oldest = torch.arange(self.ring, device=ids.device) == self.used_at.argmin()
+        takes = oldest & (newcomer >= 0)
+        leaves = torch.isin(torch.arange(self.experts, device=ids.device), self.owner.masked_fill(~takes, -1))
+        self.table.masked_fill_(leaves, -1)
+        self.owner.masked_fill_(takes, -1)
+        return torch.where(takes, newcomer, -1).int()
+
+    def settle(self, load: Tensor) -> None:
+        """The experts in `load` have arrived in their ring slots."""
+        came = load >= 0
+        self.owner.copy_(torch.where(came, load, self.owner))
+        self.used_at.copy_(torch.where(came, self.step, self.used_at))
+        slots = torch.arange(self.ring, dtype=torch.int32, device=load.device) + len(self.hot)
+        at = (load[None, :] == torch.arange(self.experts, device=load.device)[:, None]).int()  # [experts, ring]
+        self.table.copy_(torch.where(at.any(1), (at * slots).sum(1).int(), self.table))
+
+    def swap(self, goes: int, comes: int) -> int:
+        """A hot expert and a cold one change places in the tables; gives the slot, whose weights the caller changes."""
+        slot = self.hot.index(goes)
+        self.hot[slot] = comes
+        in_ring = self.owner == comes  # a copy there is of no more use
+        self.owner.masked_fill_(in_ring, -1)
+        self.used_at.masked_fill_(in_ring, 0)
+        self.table[goes] = -1
+        self.table[comes] = slot
+        return slot
+
+    def check(self) -> None:
+        """Every slot has at most one expert, both tables agree, and nothing was lost."""
+        table, owner = self.table.tolist(), self.owner.tolist()
+        expected = dict(enumerate(self.hot)) | {
+            len(self.hot) + i: expert for i, expert in enumerate(owner) if expert >= 0
+        }
+        found = {slot: expert for expert, slot in enumerate(table) if slot >= 0}
+        assert found == expected, f"the table says {found}, the slots hold {expected}"
+        assert sum(slot >= 0 for slot in table) == len(found), f"two experts share a slot: {table}"

@@ -1,0 +1,25 @@
+"""Which experts should change places: decided from counts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+GAIN = 1.5  # a cold expert must be used so many times as much as the hot one it replaces …
+LEAST = 4.0  # … and by so many choices more, or noise would move weights about
+MOST = 2  # swaps per layer and round: each moves two experts over the link
+
+
+def choose_swaps(
+    counts: np.ndarray, hot: Iterable[int], gain: float = GAIN, least: float = LEAST, most: int = MOST
+) -> list[tuple[int, int]]:
+    """(hot expert that goes, cold expert that comes), best gain first; the weakest hot against the strongest cold."""
+    fixed = set(hot)
+    weakest = sorted(fixed, key=lambda expert: (counts[expert], -expert))
+    strongest = sorted(set(range(len(counts))) - fixed, key=lambda expert: (-counts[expert], expert))
+    return [
+        (goes, comes)
+        for goes, comes in zip(weakest[:most], strongest[:most], strict=False)
+        if counts[comes] >= gain * counts[goes] and counts[comes] - counts[goes] >= least
+    ]

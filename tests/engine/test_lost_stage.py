@@ -1,0 +1,116 @@
+"""A stage that is lost: the turn goes on from the newest snapshot, or ends with a clear error. Never a hang."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from rekindle.engine.engine import Engine, EngineSettings
+from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
+from rekindle.errors import StageLost
+from rekindle.prefix import PrefixCache
+from rekindle.prompt import Boundary, BoundaryKind, Prompt
+from rekindle.spec import Span
+from rekindle.stages import LocalStage, Pipeline
+
+
+class Mortal:
+    """A local stage that dies at a chosen call and, if it may, comes back with every slot empty."""
+
+    def __init__(self, stage: LocalStage, dies_at: dict[str, int], returns: bool = True) -> None:
+        self._stage = stage
+        self._dies_at = dies_at
+        self._returns = returns
+        self.lost: str | None = None
+        self.deaths = 0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._stage, name)
+        if name not in ("forward", "open", "close", "capture", "restore", "rewind"):
+            return value
+
+        def call(*arguments: Any) -> Any:
+            if self._dies_at.get(name) is not None:
+                self._dies_at[name] -= 1
+                if self._dies_at[name] < 0:
+                    del self._dies_at[name]
+                    self.lost = f"died in {name}"
+                    self.deaths += 1
+            if self.lost:
+                raise StageLost(f"shard {self._stage.span}: {self.lost}")
+            return value(*arguments)
+
+        return call
+
+    def recover(self) -> None:
+        if not self._returns:
+            raise StageLost("it does not come back")
+        for slot in range(self._stage.slots):
+            self._stage.close(slot)
+        self.lost = None
+
+
+class Answer:
+    def __init__(self, engine: Engine, prompt: Prompt, count: int = 20) -> None:
+        self.events: list[Event] = []
+        self._done = threading.Event()
+        engine.submit(Request(str(id(self)), prompt, Sampling(temperature=0), count, frozenset(), sink=self._take))
+
+    def _take(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Finished | Failed):
+            self._done.set()
+
+    def wait(self) -> list[int]:
+        assert self._done.wait(60), "a request hangs"
+        return [event.token for event in self.events if isinstance(event, Token)]
+
+
+def make(tiny: Any, dies_at: dict[str, int], returns: bool = True) -> tuple[Engine, Mortal]:
+    front = tiny.stage(Span(0, 5), slots=3)
+    back = Mortal(tiny.stage(Span(5, 8), slots=3), dies_at, returns)
+    pipeline = Pipeline([front, back])
+    return Engine(pipeline, PrefixCache(1 << 28), EngineSettings(context=1024, grid=64)).start(), back
+
+
+PROMPTS = [
+    Prompt(tuple((7 * i + 13 * j) % 320 for i in range(150 + 40 * j)), (Boundary(100, BoundaryKind.SYSTEM),))
+    for j in range(3)
+]
+
+
+@pytest.mark.parametrize("call", ["forward", "capture", "open", "restore", "close"])
+@pytest.mark.parametrize("after", [0, 3, 14])
+def test_the_streams_go_on_without_a_repeated_or_lost_token(make_tiny: Any, call: str, after: int) -> None:
+    tiny = make_tiny("moe")
+    engine, _ = make(tiny, {})
+    undisturbed = [Answer(engine, prompt).wait() for prompt in PROMPTS]
+    engine.stop()
+    engine, back = make(tiny, {call: after})
+    first = [Answer(engine, prompt) for prompt in PROMPTS]
+    assert [answer.wait() for answer in first] == undisturbed
+    again = [Answer(engine, prompt) for prompt in PROMPTS]
+    assert [answer.wait() for answer in again] == undisturbed
+    assert all(isinstance(answer.events[-1], Finished) for answer in [*first, *again])
+    engine.stop()
+    if call == "forward":
+        assert back.deaths == 1, "the test must have killed something"
+    # What dies with its last call takes its pages with it; whoever is alive holds none.
+    for stage in (engine.pipeline.stages[0], *([] if back.lost else [back._stage])):
+        stage.check()
+        assert stage.pages().used == 0
+
+
+def test_a_stage_that_stays_away_fails_every_request_with_its_name(make_tiny: Any) -> None:
+    engine, back = make(make_tiny("dense"), {"forward": 2}, returns=False)
+    answers = [Answer(engine, prompt) for prompt in PROMPTS]
+    for answer in answers:
+        answer.wait()
+        failed = answer.events[-1]
+        assert isinstance(failed, Failed)
+        assert "[5, 8)" in str(failed.error)
+    back._returns = True
+    assert len(Answer(engine, PROMPTS[0]).wait()) == 20, "it serves again once the stage is back"
+    engine.stop()

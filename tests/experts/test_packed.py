@@ -1,0 +1,163 @@
+"""Quantised experts, hot and cold, with the kernels in their interpreter: the same answer wherever the weights lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rekindle.experts import packed
+from rekindle.experts.cost import CostModel
+from rekindle.experts.counts import LayerCounter, RoutingCounts
+from rekindle.experts.expert_set import ExpertSet, Way
+from rekindle.experts.packed import PackedWeights
+from rekindle.experts.probe import measure_costs
+from rekindle.experts.residency import Residency
+from rekindle.experts.stored import StoredExperts, StoredPart
+from rekindle.kernels.matmul.packing import FORMATS, pack
+from rekindle.kernels.matmul.types import Matrix
+from rekindle.kernels.moe import ExpertStack, SharedExpert, moe, route
+
+CPU = torch.device("cpu")
+EXPERTS, HIDDEN, WIDTH, USED = 7, 256, 32, 2  # small: the interpreter takes milliseconds for every program
+BRING = CostModel.same_memory()
+ON_HOST = CostModel(link=1e-9, host_call=0, host_expert=0, host_pair=0, device_pair=0)
+
+
+def random_rows(type: str, rows: int, columns: int, seed: int) -> np.ndarray:
+    form = FORMATS[type]
+    random = np.random.default_rng(seed)
+    raw = random.integers(0, 256, (rows * columns // form.weights, form.nbytes), dtype=np.uint8)
+    for start in {"Q6_K": [208], "Q4_K": [0, 2]}.get(type, [0]):
+        raw[:, start : start + 2] = random.uniform(1e-4, 5e-4, len(raw)).astype(np.float16)[:, None].view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+def part(type: str, rows: int, columns: int, seed: int) -> StoredPart:
+    return StoredPart(random_rows(type, EXPERTS * rows, columns, seed), type, (EXPERTS, rows, columns))
+
+
+def matrix(rows: int, columns: int, seed: int) -> Matrix:
+    raw = torch.from_numpy(random_rows("Q8_0", rows, columns, seed))
+    return Matrix((rows, columns), packed=pack(raw, "Q8_0", columns))
+
+
+class Layer:
+    """One layer, and what it gives with every expert on the device."""
+
+    def __init__(self, up: str = "Q4_K") -> None:
+        self.stored = StoredExperts(
+            (part("Q4_K", WIDTH, HIDDEN, 1), part(up, WIDTH, HIDDEN, 2), part("Q8_0", HIDDEN, WIDTH, 3))
+        )
+        self.router = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(4)) / 16
+        self.shared = SharedExpert(
+            matrix(WIDTH, HIDDEN, 5), matrix(WIDTH, HIDDEN, 6), matrix(HIDDEN, WIDTH, 7), torch.randn(HIDDEN) / 16
+        )
+        self.stacks = [
+            ExpertStack(p.shape, packed=pack(torch.from_numpy(p.raw), p.type, p.shape[2])) for p in self.stored.parts
+        ]
+
+    def expected(self, h: torch.Tensor) -> torch.Tensor:
+        ids, weights = route(h, self.router, USED)
+        return moe(h, ids, weights, *self.stacks, self.shared)
+
+    def cold(self, hot: list[int], ring: int, cost: CostModel = BRING) -> ExpertSet:
+        residency = Residency(hot, ring, EXPERTS, CPU)
+        weights = PackedWeights(self.stored, residency, CPU)
+        counter = LayerCounter(RoutingCounts(1, EXPERTS), 0, CPU)
+        return ExpertSet(self.router, USED, weights, residency, self.shared, cost, counter)
+
+
+@pytest.fixture(autouse=True)
+def _small_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "STAGED", 2)
+
+
+@pytest.fixture(scope="module")
+def layer() -> Layer:
+    return Layer()
+
+
+def drawn(rows: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def close(have: torch.Tensor, want: torch.Tensor) -> bool:
+    return bool((have - want).norm() < 1e-5 * want.norm())
+
+
+@pytest.mark.parametrize(("rows", "ring", "way"), [(3, 4, Way.RING), (5, 0, Way.STREAM)])
+@pytest.mark.parametrize("hot", [[], [1, 4, 5]])
+def test_ring_and_stream_give_what_all_hot_gives(layer: Layer, rows: int, ring: int, way: Way, hot: list[int]) -> None:
+    experts = layer.cold(hot, ring)
+    assert experts.way(rows) is way
+    h = drawn(rows, 0)
+    assert close(experts.forward(h), layer.expected(h))
+    experts.residency.check()
+
+
+def test_ring_steps_give_the_very_bits_of_all_hot(layer: Layer) -> None:
+    """The same kernel reads the same planes, only from another slot."""
+    experts = layer.cold([2, 3], 2)
+    for seed in range(2):
+        h = drawn(1, seed)
+        assert torch.equal(experts.forward(h), layer.expected(h))
+    assert experts.can_record(1)
+    assert not experts.can_record(packed.PackedWeights.portions + 1)
+
+
+def test_the_host_gives_what_all_hot_gives_and_fills_the_ring(layer: Layer) -> None:
+    experts = layer.cold([2, 3], 2, ON_HOST)
+    for seed in range(2):
+        h = drawn(3, seed)
+        assert experts.way(3) is Way.HOST
+        assert close(experts.forward(h), layer.expected(h))
+    experts.settle(0)
+    assert experts.residency.owner.ge(0).any()
+    experts.residency.check()
+    check_planes(layer, experts)
+
+
+def test_swaps_move_the_planes_both_ways() -> None:
+    layer = Layer(up="Q6_K")
+    experts = layer.cold([0, 1, 2], 2)
+    order: Any = np.random.default_rng(0)
+    for _ in range(12):
+        hot = experts.residency.hot
+        cold = [expert for expert in range(EXPERTS) if expert not in hot]
+        experts.swap(int(order.choice(hot)), int(order.choice(cold)))
+    experts.residency.check()
+    check_planes(layer, experts)
+    for rows in (1, 17):
+        h = drawn(rows, rows)
+        assert close(experts.forward(h), layer.expected(h))
+    check_planes(layer, experts)
+
+
+def check_planes(layer: Layer, experts: ExpertSet) -> None:
+    """Every slot and every host place holds the planes of the expert that the tables name there."""
+    weights = experts.weights
+    assert isinstance(weights, PackedWeights)
+    places, table = weights.places.tolist(), experts.residency.table.tolist()
+    assert [expert for expert, place in enumerate(places) if place < 0] == sorted(experts.residency.hot)
+    assert sorted(place for place in places if place >= 0) == list(range(EXPERTS - len(experts.residency.hot)))
+    for want, here, there in zip(layer.stacks, weights.stacks, weights._host_stacks, strict=True):
+        for mine, slots, hosted in zip(*map(packed._by_expert, (want, here, there)), strict=True):
+            for expert in range(EXPERTS):
+                assert table[expert] < 0 or torch.equal(slots[table[expert]], mine[expert])
+                assert places[expert] < 0 or torch.equal(hosted[places[expert]], mine[expert])
+
+
+def test_costs_are_measured_without_touching_a_slot(layer: Layer) -> None:
+    experts = layer.cold([0, 1], 2)
+    weights = experts.weights
+    assert isinstance(weights, PackedWeights)
+    before = [plane.clone() for stack in weights.stacks for plane in stack.planes.planes]
+    cost = measure_costs(weights, experts.residency, HIDDEN, torch.float32)
+    after = [plane for stack in weights.stacks for plane in stack.planes.planes]
+    assert all(map(torch.equal, before, after))
+    assert cost.link > 0
+    assert cost.host_expert >= 0
+    assert min(cost.host_call, cost.host_pair, cost.device_pair) >= 0

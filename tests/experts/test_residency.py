@@ -1,0 +1,102 @@
+"""Who is in which slot: the ring takes in what is used, forgets the oldest, and loses nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rekindle.experts import triton as on_device
+from rekindle.experts.residency import Residency
+
+CPU = torch.device("cpu")
+EXPERTS = 12
+
+
+def tensor(*ids: int) -> torch.Tensor:
+    return torch.tensor([ids], dtype=torch.int32)
+
+
+def tally() -> torch.Tensor:
+    return torch.zeros(EXPERTS, dtype=torch.int32)
+
+
+def test_a_miss_takes_the_oldest_slot_and_a_hit_makes_young() -> None:
+    residency = Residency([7], 2, EXPERTS, CPU)
+    counted = tally()
+    slots, load = residency.admit(tensor(7, 3), counted)
+    assert (slots.tolist(), load.tolist()) == ([[0, 1]], [3, -1])
+    slots, load = residency.admit(tensor(4, 7), counted)
+    assert (slots.tolist(), load.tolist()) == ([[2, 0]], [-1, 4])
+    slots, load = residency.admit(tensor(3, 3), counted)  # a hit: 4 is now the oldest
+    assert (slots.tolist(), load.tolist()) == ([[1, 1]], [-1, -1])
+    slots, load = residency.admit(tensor(5, 7), counted)
+    assert (slots.tolist(), load.tolist()) == ([[2, 0]], [-1, 5])
+    assert residency.table[4] == -1
+    assert counted.tolist() == [0, 0, 0, 3, 1, 1, 0, 3, 0, 0, 0, 0]
+    residency.check()
+
+
+def test_an_expert_needed_now_is_never_the_one_that_leaves() -> None:
+    residency = Residency([], 3, EXPERTS, CPU)
+    residency.admit(tensor(0, 1, 2), tally())
+    slots, load = residency.admit(tensor(2, 5, 6), tally())
+    assert slots.tolist() == [[2, 0, 1]]
+    assert load.tolist() == [5, 6, -1]
+    residency.check()
+
+
+def test_a_swap_frees_the_ring_slot_of_the_one_that_became_hot() -> None:
+    residency = Residency([0, 1], 2, EXPERTS, CPU)
+    residency.admit(tensor(8, 9), tally())
+    assert residency.swap(goes=1, comes=8) == 1
+    assert residency.table[[0, 1, 8, 9]].tolist() == [0, -1, 1, 3]
+    assert residency.owner.tolist() == [-1, 9]
+    residency.check()
+    _, load = residency.admit(tensor(5, 9), tally())
+    assert load.tolist() == [5, -1]
+
+
+def test_a_newcomer_is_named_only_after_it_has_arrived() -> None:
+    residency = Residency([0], 2, EXPERTS, CPU)
+    load = residency.make_room(tensor(4, 4, 0, 3))
+    assert load.tolist() == [4, -1]
+    assert residency.table[4] == -1
+    residency.settle(load)
+    assert residency.table[4] == 1
+    residency.check()
+    assert residency.make_room(tensor(0, 4)).tolist() == [-1, -1]  # nothing is missing, so nobody leaves
+    assert residency.table[4] == 1
+
+
+def test_more_pairs_than_ring_slots_are_refused() -> None:
+    with pytest.raises(AssertionError, match="3 pairs may need more slots than the ring's 2"):
+        Residency([], 2, EXPERTS, CPU).admit(tensor(1, 2, 3), tally())
+
+
+steps = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=6), min_size=1, max_size=8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sets(st.integers(0, EXPERTS - 1), max_size=5), st.integers(1, 7), steps)
+def test_the_kernel_does_what_the_definition_says(hot: set[int], ring: int, asked: list[list[int]]) -> None:
+    ring = min(ring, EXPERTS - len(hot))
+    plain, fast = (Residency(sorted(hot), ring, EXPERTS, CPU) for _ in range(2))
+    counted, counted_fast = tally(), tally()
+    for ids in asked:
+        some = tensor(*ids[:ring])
+        slots, load = plain.admit(some, counted)
+        slots_fast, load_fast = on_device.admit(fast, some, counted_fast)
+        names = ("slots", "load", "table", "owner", "used_at", "step", "tally")
+        pairs: Any = zip(
+            (slots, load, plain.table, plain.owner, plain.used_at, plain.step, counted),
+            (slots_fast, load_fast, fast.table, fast.owner, fast.used_at, fast.step, counted_fast),
+            strict=True,
+        )
+        for name, (want, have) in zip(names, pairs, strict=True):
+            assert torch.equal(want, have), f"{name}: {want.tolist()} against {have.tolist()}"
+        plain.check()
+        assert sorted(plain.table[some[0].long()].tolist()) == sorted(slots.flatten().tolist())

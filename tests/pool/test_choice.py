@@ -1,0 +1,58 @@
+"""Which pages a sparse sequence attends: a pure function of its state."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rekindle.pool.choice import SINK, TAIL, choose, deciding_row, key_directions, score_pages
+from rekindle.spec import PAGE
+
+
+@given(sealed=st.integers(0, 60), room=st.integers(0, 60), seed=st.integers(0, 99))
+def test_sink_and_tail_are_always_chosen_and_everything_that_fits(sealed: int, room: int, seed: int) -> None:
+    scores = torch.rand(sealed, generator=torch.Generator().manual_seed(seed)).tolist()
+    for by in (scores, None):
+        chosen = choose(sealed, room, by)
+        assert list(chosen) == sorted(set(chosen))
+        assert {*range(min(SINK, sealed)), *range(max(0, sealed - TAIL), sealed)} <= set(chosen)
+        assert len(chosen) == min(sealed, max(room, min(sealed, SINK + TAIL)))
+
+
+def test_the_best_scores_win_and_without_scores_the_latest() -> None:
+    scores = [0.0, 0.9, 0.1, 0.8, 0.2, 0.3, 0.0, 0.0, 0.0, 0.0]
+    assert choose(10, 7, scores) == (0, 1, 3, 6, 7, 8, 9)
+    assert choose(10, 7, None) == (0, 4, 5, 6, 7, 8, 9)
+    assert choose(10, 10, scores) == tuple(range(10))
+
+
+def test_the_deciding_row_is_the_last_of_a_chunk_and_of_a_page() -> None:
+    # prefill [100, 612); decode at 62, 63, 64; verify [60, 76)
+    assert deciding_row(100, 612, rewindable=False) == 511
+    assert [deciding_row(p, p + 1, rewindable=False) for p in (62, 63, 64)] == [None, 0, None]
+    assert deciding_row(60, 76, rewindable=True) == 3
+    assert deciding_row(64, 80, rewindable=True) is None
+
+
+def test_a_score_is_the_best_heads_cosine_averaged_over_layers() -> None:
+    keys = torch.nn.functional.normalize(torch.randn(5, 3, 2, 8), dim=-1)
+    query = torch.randn(3, 4, 8)
+    for page, score in enumerate(score_pages(keys.half(), query)):
+        by_layer = [
+            max(
+                float(torch.cosine_similarity(keys[page, layer, head // 2], query[layer, head], dim=0))
+                for head in range(4)
+            )
+            for layer in range(3)
+        ]
+        assert abs(float(score) - sum(by_layer) / 3) < 2e-3
+
+
+def test_key_directions_are_of_the_mean_key() -> None:
+    pages = [torch.randn(2, PAGE, 2, 8) for _ in range(3)]
+    directions = key_directions(pages)
+    assert directions.shape == (3, 2, 8)
+    torch.testing.assert_close(directions[1, 0].float().norm(), torch.tensor(1.0), atol=1e-3, rtol=0)
+    cosine = torch.cosine_similarity(directions[2, 1].float(), pages[2][0, :, 1].mean(0), dim=0)
+    assert float(cosine) > 0.999

@@ -1,0 +1,127 @@
+"""Reading a pool by hand: planted keys, no model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rekindle.batch import Segment
+from rekindle.kernels.attention import store_kv
+from rekindle.kernels.ragged import Ragged
+from rekindle.pool import KvMode, PagePool, PageTable, Policy, PoolFull, PoolReader
+from rekindle.spec import PAGE
+
+LAYERS, KV_HEADS, HEADS, DIM = 2, 2, 4, 64
+CPU = torch.device("cpu")
+
+
+class HandLayer:
+    """One sequence whose queries, keys and values are given instead of computed."""
+
+    def __init__(self, places: int, host_pages: int, mode: KvMode, policy: Policy = "qk") -> None:
+        self.pool = PagePool(places, LAYERS, KV_HEADS, DIM, torch.float32, CPU, host_pages)
+        self.reader = PoolReader(self.pool, mode, policy)
+        self.table: PageTable = self.pool.new_table()
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [rows, HEADS, DIM], k and v [rows, KV_HEADS, DIM], the same in all layers; the last layer's output."""
+        position, rows = self.table.position, len(q)
+        self.reader.prepare([Segment(0, position, (0,) * rows)], [self.table], rewindable=False)
+        ragged = Ragged(
+            starts=torch.tensor([0, rows]),
+            slots=torch.tensor([0]),
+            positions=torch.tensor([position]),
+            row_positions=torch.arange(position, position + rows),
+            row_segments=torch.zeros(rows, dtype=torch.int32),
+            tables=torch.tensor([self.table.places(self.pool.scratch_page)]),
+            lengths=(rows,),
+            befores=(position,),
+            slot_list=(0,),
+        )
+        for layer in range(LAYERS):
+            store_kv(self.pool.kv[layer], k, v, ragged)
+            out = self.reader.attend(layer, q, ragged, DIM**-0.5)
+        self.table.position += rows
+        self.reader.advance()
+        return out
+
+
+def haystack(pages: int, needles: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random keys and values; in the middle of every needle page eight rows share a direction and a value."""
+    draw = torch.Generator().manual_seed(3)
+    k, v = torch.randn(2, pages * PAGE, KV_HEADS, DIM, generator=draw)
+    directions = torch.nn.functional.normalize(torch.randn(len(needles), DIM, generator=draw), dim=-1)
+    values = torch.randn(len(needles), DIM, generator=draw)
+    for page, direction, value in zip(needles, directions, values, strict=True):
+        rows = slice(page * PAGE + 20, page * PAGE + 28)
+        k[rows], v[rows] = direction * 8, value * 3
+    return k, v, directions, values
+
+
+def recalled(places: int, policy: Policy) -> int:
+    """How many of the needles a question finds in its very next row."""
+    pages, needles = 40, list(range(2, 34, 2))
+    k, v, directions, values = haystack(pages, needles)
+    layer = HandLayer(places, 200, "sparse", policy)
+    idle = torch.randn(pages * PAGE, HEADS, DIM, generator=torch.Generator().manual_seed(4))
+    for at in range(0, pages * PAGE, 256):
+        layer.run(idle[at : at + 256], k[at : at + 256], v[at : at + 256])
+    found = 0
+    for direction, value in zip(directions, values, strict=True):
+        ask = direction.expand(2, HEADS, DIM) * 60
+        small = torch.randn(2, KV_HEADS, DIM) * 0.1
+        layer.run(ask, small, small)  # the question, a chunk
+        answer = layer.run(ask[:1], small[:1], small[:1])[0]  # one row of decode
+        found += int(torch.cosine_similarity(answer, value.expand(HEADS, DIM), dim=-1).min() > 0.9)
+    layer.pool.check()
+    return found
+
+
+def test_needles_outside_the_tail_are_found_by_their_keys_and_not_by_recency() -> None:
+    by_keys, by_recency, by_all = recalled(9, "qk"), recalled(9, "lru"), recalled(100, "qk")
+    print(f"needles found of 16 in 40 pages: qk {by_keys} and lru {by_recency} with 9 pages, {by_all} with all")
+    assert by_keys == by_all == 16
+    assert by_recency == 0
+
+
+def test_sparse_reads_no_page_that_is_away() -> None:
+    k, v, _, _ = haystack(40, [])
+    layer = HandLayer(9, 100, "sparse")
+    for at in range(0, 40 * PAGE, PAGE):
+        layer.run(torch.randn(PAGE, HEADS, DIM), k[at : at + PAGE], v[at : at + PAGE])
+    before = layer.pool.counts
+    layer.run(torch.randn(1, HEADS, DIM), k[:1], v[:1])
+    for _ in range(PAGE - 2):
+        layer.run(torch.randn(1, HEADS, DIM), k[:1], v[:1])
+    after = layer.pool.counts
+    assert after.away_attended == before.away_attended
+    assert after.choices == before.choices + 1, "once per page of decode"
+    assert len(layer.table.chosen or ()) == 8
+
+
+@pytest.mark.parametrize("mode", ["exact", "sparse"])
+def test_whatever_pages_are_attended_the_result_is_attention_over_them(mode: KvMode) -> None:
+    k, v, _, _ = haystack(40, [])
+    layer = HandLayer(9, 100, mode)
+    for at in range(0, 40 * PAGE, 4 * PAGE):
+        layer.run(torch.randn(4 * PAGE, HEADS, DIM), k[at : at + 4 * PAGE], v[at : at + 4 * PAGE])
+    q, own_k, own_v = torch.randn(1, HEADS, DIM), k[:1], v[:1]
+    out = layer.run(q, own_k, own_v)[0]
+    seen = layer.table.chosen if mode == "sparse" else range(40)
+    assert seen is not None
+    assert len(seen) == (8 if mode == "sparse" else 40)
+    rows = torch.cat([torch.arange(i * PAGE, (i + 1) * PAGE) for i in seen])
+    keys, values = torch.cat([k[rows], own_k]), torch.cat([v[rows], own_v])
+    for head in range(HEADS):
+        weights = (keys[:, head // 2] @ q[0, head] * DIM**-0.5).softmax(0)
+        torch.testing.assert_close(out[head], weights @ values[:, head // 2], atol=1e-5, rtol=1e-4)
+
+
+def test_pages_beyond_pool_and_host_are_refused_with_both_numbers() -> None:
+    pool = PagePool(4, LAYERS, KV_HEADS, DIM, torch.float32, CPU, host_pages=3)
+    table = pool.new_table()
+    with pytest.raises(PoolFull, match="8 pages are needed, 7 of 7 are free"):
+        pool.extend(table, 8 * PAGE)
+    assert pool.free == 7
+    pool.check()

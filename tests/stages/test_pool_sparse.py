@@ -1,0 +1,138 @@
+"""Sparse mode: an approximation by nature, but the same one for the same pool, hit or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rekindle.batch import Batch, Segment, Wanted
+from rekindle.shards.parts import export_parts, import_parts
+from rekindle.snapshots.types import DeltaPart, KvPart
+from rekindle.spec import PAGE
+from rekindle.stages import LocalStage
+
+TOKENS = np.random.default_rng(8).integers(0, 320, 4 * 1024).tolist()
+
+
+def feed(stage: LocalStage, slot: int, start: int, stop: int, step: int = 128) -> list[torch.Tensor]:
+    """Run TOKENS[start:stop] in segments of `step`; the logits after each."""
+    seen = []
+    for at in range(start, stop, step):
+        segment = Segment(slot, at, tuple(TOKENS[at : min(at + step, stop)]), Wanted.LAST)
+        logits = stage.forward(Batch((segment,)), None).logits
+        assert logits is not None
+        seen.append(logits[-1])
+    return seen
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(params=["dense", "moe"])
+def tiny(request: Any, make_tiny: Any) -> Any:
+    return make_tiny(request.param)
+
+
+def sparse(tiny: Any, places: int = 8, **more: Any) -> LocalStage:
+    stage: LocalStage = tiny.stage(**{"slots": 2, "pages": places, "host_pages": 200, "kv_mode": "sparse", **more})
+    return stage
+
+
+@pytest.mark.parametrize("policy", ["qk", "lru"])
+def test_with_a_pool_as_large_as_the_sequence_sparse_is_full_kv_bit_for_bit(tiny: Any, policy: str) -> None:
+    stage, full = sparse(tiny, 16, policy=policy), tiny.stage(slots=2, pages=64)
+    for s in (stage, full):
+        feed(s, 0, 0, 960 - 70)
+    assert same(feed(stage, 0, 890, 1024, step=1), feed(full, 0, 890, 1024, step=1)), "16 pages in 16 places"
+    assert stage.paging().skipped == 0
+    over = Batch((Segment(0, 1024, (5,), Wanted.LAST),))
+    assert stage.forward(over, None).skipped_pages
+    assert not full.forward(over, None).skipped_pages
+
+
+@pytest.mark.parametrize("policy", ["qk", "lru"])
+@pytest.mark.parametrize(
+    ("prefill", "position"),
+    [(1300, 1300), (1280, 1280), (1300, 1330), (1300, 1344), (1300, 1400)],
+    ids=["after a chunk", "on a page edge", "in decode", "decode on an edge", "decode behind an edge"],
+)
+def test_a_hit_chooses_the_pages_that_the_straight_run_had(
+    make_tiny: Any, policy: str, prefill: int, position: int
+) -> None:
+    tiny = make_tiny("dense")
+    straight, other = sparse(tiny, policy=policy), sparse(tiny, policy=policy)
+    feed(straight, 0, 0, prefill)
+    if position > prefill:
+        feed(straight, 0, prefill, position, step=1)
+    parts = straight.capture(0)
+    other.restore(1, position, parts)
+    feed(other, 0, 0, 500)  # somebody else's pages come between
+    for start, stop, step in [(position, position + 80, 1), (position + 80, position + 400, 128)]:
+        assert same(feed(straight, 0, start, stop, step), feed(other, 1, start, stop, step))
+    assert straight._tables[0].chosen == other._tables[1].chosen
+    assert straight.paging().skipped > 0
+
+
+def test_others_in_the_pool_do_not_change_what_is_attended(make_tiny: Any) -> None:
+    tiny = make_tiny("dense")
+    alone, shared = sparse(tiny), sparse(tiny)
+    feed(shared, 1, 0, 900)
+    for at in range(0, 1280, 128):
+        assert same(feed(alone, 0, at, at + 128), feed(shared, 0, at, at + 128))
+        feed(shared, 1, 900 + at // 128, 901 + at // 128, step=1)
+    assert shared.paging().away_attended > 0, "what does not fit the pool is attended where it lies"
+    shared.close(0)
+    shared.close(1)
+    shared.check()
+
+
+def test_rewinding_over_a_page_edge_brings_back_the_choice(make_tiny: Any) -> None:
+    tiny = make_tiny("dense")
+    for keep in (3, 6, 12):  # the edge at 1344 lies 4 rows into the block
+        stage, straight = sparse(tiny), sparse(tiny)
+        for s in (stage, straight):
+            feed(s, 0, 0, 1300)
+            feed(s, 0, 1300, 1340, step=1)
+        stage.forward(Batch((Segment(0, 1340, tuple(TOKENS[1340:1356])),), rewindable=True), None)
+        stage.rewind(0, 1340 + keep)
+        feed(straight, 0, 1340, 1340 + keep, step=1)
+        assert stage._tables[0].query is not None
+        assert straight._tables[0].query is not None
+        torch.testing.assert_close(stage._tables[0].query, straight._tables[0].query, atol=1e-3, rtol=1e-3)
+        feed(stage, 0, 1340 + keep, 1341 + keep)
+        feed(straight, 0, 1340 + keep, 1341 + keep)
+        assert stage._tables[0].chosen == straight._tables[0].chosen
+
+
+def test_the_query_travels_over_a_link_and_to_disk(make_tiny: Any, tmp_path: Any) -> None:
+    from rekindle.prompt import BoundaryKind
+    from rekindle.snapshots.disk import DiskStore
+    from rekindle.snapshots.types import Snapshot, Stretch
+
+    stage = sparse(make_tiny("dense"))
+    feed(stage, 0, 0, 700)
+    parts = stage.capture(0)
+    exported = export_parts(parts, {})
+    tokens = np.asarray(TOKENS[:700], dtype=np.int32)
+    store = DiskStore(tmp_path, "ab" * 32, 1 << 30)
+    record = store.save(Snapshot(tokens, tuple(parts), None, 128, (Stretch(700, "prefill"),)), BoundaryKind.MESSAGE)
+    loaded = store.load(record.id)
+    for arrived in (import_parts(exported.entries, exported.tensors, {}), loaded.parts):
+        for a, b in zip(parts, arrived, strict=True):
+            if isinstance(a, KvPart):
+                assert isinstance(b, KvPart)
+                assert a.query is not None
+                assert b.query is not None
+                assert torch.equal(a.query, b.query)
+            else:
+                assert isinstance(b, DeltaPart)
+
+
+def test_exact_snapshots_carry_no_query(make_tiny: Any) -> None:
+    stage = make_tiny("dense").stage(slots=1, pages=7, host_pages=20)
+    feed(stage, 0, 0, 12 * PAGE)
+    assert all(part.query is None for part in stage.capture(0) if isinstance(part, KvPart))
