@@ -19,7 +19,7 @@ MARGIN_PART = 32  # the margin is this part of the budget …
 MARGIN_MOST = 512 * MIB  # … and never more than this
 EXPAND_MOST = 128 * MIB  # a larger quantised matrix is expanded in slices of rows
 IN_FLIGHT = 2  # snapshots whose copies to the host are under way
-STAGED_PAGES = 2 * 32  # pages of one layer in the two buffers between host and device
+STAGED_PAGES = 2 * 64  # pages of one layer in the two buffers between host and device
 ATTENTION_SPLITS = 16  # parts into which decode cuts a long sequence
 SUB_CHUNK = 64  # rows the chunked delta rule solves at once
 

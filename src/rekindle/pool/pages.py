@@ -44,6 +44,7 @@ class HeldPage:
     place: int | None  # on the device; None: away
     copies: tuple[Page, ...] | None = None  # in host memory, one per layer
     holders: int = 1
+    addresses: tuple[int, ...] | None = None  # of the copies, if all are pinned
     keys: torch.Tensor | None = None  # [layers, kv_heads, dim] float16: mean direction of its keys, if pages are chosen
 
 
@@ -213,6 +214,7 @@ class PagePool:
         if page.copies is None:
             assert page.place is not None, "a page without copies has a place"
             page.copies = tuple(map(Page, _host_copies([layer[page.place] for layer in self.kv])))
+            page.addresses = self._addresses(page.copies)
             if page.copies:
                 self._live[page.copies[0]] = page
         return page.copies
@@ -225,10 +227,26 @@ class PagePool:
             return live
         if self.free < 1:
             raise PoolFull(f"a page is needed, 0 of {self.total} are free")
-        page = HeldPage(None, copies)
+        page = HeldPage(None, copies, addresses=self._addresses(copies))
         self._held += 1
         self._live[copies[0]] = page
         return page
+
+    def _addresses(self, copies: Sequence[Page]) -> tuple[int, ...] | None:
+        """Where a GPU can read the copies itself. Pages that came from disk or over a link are not pinned."""
+        if self.device.type != "cuda" or not all(copy.data.is_pinned() for copy in copies):
+            return None
+        return tuple(copy.data.data_ptr() for copy in copies)
+
+    def check_room(self, table: PageTable, copies: Sequence[Page], position: int) -> None:
+        """Whether the table, once cleared, can adopt these pages (by their first layer) and be extended to `position`."""
+        if not self.kv:
+            return
+        own = {page for page in table.pages if page.holders == 1}  # given back when the table is cleared
+        shared = sum(1 for copy in copies if (live := self._live.get(copy)) is not None and live not in own)
+        missing, free = -(-position // PAGE) - shared, self.free + len(own)
+        if missing > free:
+            raise PoolFull(f"{missing} pages are needed, {free} of {self.total} are free")
 
     def _release(self, page: HeldPage) -> None:
         assert page.holders > 0, "a page is released more often than it was taken"
@@ -244,7 +262,7 @@ class PagePool:
     def _forget_copies(self, page: HeldPage) -> None:
         if page.copies:
             self._live.pop(page.copies[0], None)
-        page.copies = None
+        page.copies = page.addresses = None
 
     # Paging
 

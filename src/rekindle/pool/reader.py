@@ -19,12 +19,15 @@ from torch import Tensor
 from rekindle.batch import Segment
 from rekindle.kernels.attention import GROUP, attend, attend_partial, merge_partials
 from rekindle.kernels.attention.naive import ROWS
+from rekindle.kernels.paging import fetch_pages
 from rekindle.kernels.ragged import Ragged
 from rekindle.pool.choice import KvMode, Policy, choose, deciding_row, key_directions, score_pages
 from rekindle.pool.pages import HeldPage, PagePool, PageTable, Undo
 from rekindle.spec import PAGE
 
-STAGED = 32  # pages of one layer in each of the two buffers between host and device
+STAGED = 64  # pages of one layer in each of the two buffers between host and device
+PARTS = 8  # results over staged pages that wait to be merged together …
+FEW_ROWS = 64  # … where rows are few; a chunk's results are large and merged one by one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,17 +194,40 @@ class PoolReader:
     def _attend_streamed(self, layer: int, q: Tensor, route: _Route, row_positions: Tensor, scale: float) -> Tensor:
         """Resident pages at once, then what is away in turns: the next pages travel while these are attended."""
         # Every row sees its own page, which is resident, so its log-sum-exp is finite from the start.
-        out, lse = attend_partial(q, self.pool.kv[layer], route.places, route.positions, row_positions, scale)
+        parts = [attend_partial(q, self.pool.kv[layer], route.places, route.positions, row_positions, scale)]
         if route.away and self._staging is None:
             self._staging = _Staging(self.pool.kv[layer])
-        for pages, positions in route.away:
+        for turn in route.away:
             assert self._staging is not None, "made above"
-            with self._staging.staged([self.pool.data(page, layer) for page in pages]) as (kv, index):
-                more, more_lse = attend_partial(q, kv, index, positions, row_positions, scale)
-            both = torch.logaddexp(lse, more_lse)
-            out = out * (lse - both).exp()[..., None] + more * (more_lse - both).exp()[..., None]
-            lse = both
-        return out.to(q.dtype)
+            with self._staging.staged(turn, layer) as (kv, index):
+                more, more_lse = attend_partial(q, kv, index, turn.positions, row_positions, scale)
+            parts.append((more, more_lse))
+            if len(parts) > (PARTS if len(q) <= FEW_ROWS else 1):
+                parts = [_merge(parts)]
+        return _merge(parts)[0].to(q.dtype)
+
+
+def _merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The attention over the union of the parts and its log-sum-exp, which is finite in the first of them."""
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
+    lse = lses.logsumexp(0)
+    return (outs * (lses - lse).exp()[..., None]).sum(0), lse
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """Up to STAGED pages that are away."""
+
+    pages: list[HeldPage]
+    positions: Tensor  # int32, the first position in each
+    addresses: Tensor | None  # int64 [layers, pages], if all lie in pinned memory
+
+    def data(self, layer: int) -> list[Tensor]:
+        copies = [page.copies for page in self.pages if page.copies is not None]
+        assert len(copies) == len(self.pages), "a page that is away has copies"
+        return [copy[layer].data for copy in copies]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,7 +236,7 @@ class _Route:
 
     places: Tensor  # int32, of resident pages
     positions: Tensor  # int32, the first position in each
-    away: list[tuple[list[HeldPage], Tensor]]  # in turns of STAGED pages, with their first positions
+    away: list[_Turn]
 
     @classmethod
     def of(cls, reach: Reach, device: torch.device) -> _Route:
@@ -219,12 +245,19 @@ class _Route:
 
         pages, away = reach.table.pages, reach.away()
         resident = {i: place for i in reach.attended if (place := pages[i].place) is not None}
-        turns = [away[at : at + STAGED] for at in range(0, len(away), STAGED)]
-        return cls(
-            int32(list(resident.values())),
-            int32([i * PAGE for i in resident]),
-            [([pages[i] for i in turn], int32([i * PAGE for i in turn])) for turn in turns],
-        )
+        turns = []
+        for at in range(0, len(away), STAGED):
+            numbers = away[at : at + STAGED]
+            turn = [pages[i] for i in numbers]
+            turns.append(_Turn(turn, int32([i * PAGE for i in numbers]), _addresses(turn, device)))
+        return cls(int32(list(resident.values())), int32([i * PAGE for i in resident]), turns)
+
+
+def _addresses(pages: Sequence[HeldPage], device: torch.device) -> Tensor | None:
+    known = [page.addresses for page in pages if page.addresses is not None]
+    if len(known) < len(pages):
+        return None
+    return torch.tensor(known).T.contiguous().to(device, non_blocking=True)
 
 
 class _Staging:
@@ -232,22 +265,20 @@ class _Staging:
 
     def __init__(self, kv: Tensor) -> None:
         self._buffers = [torch.empty((STAGED, *kv.shape[1:]), dtype=kv.dtype, device=kv.device) for _ in range(2)]
-        self._places = [buffer.unbind(0) for buffer in self._buffers]
         self._stream = torch.cuda.Stream(kv.device)
         self._index = torch.arange(STAGED, dtype=torch.int32, device=kv.device)
         self._read = [torch.cuda.Event() for _ in range(2)]  # the buffer's last reader is done
         self._turn = 0
 
     @contextmanager
-    def staged(self, pages: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def staged(self, turn: _Turn, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
         """A buffer and the places of these pages in it; it is filled again once the readers in the block are done."""
         self._turn = 1 - self._turn
         buffer, read = self._buffers[self._turn], self._read[self._turn]
         current = torch.cuda.current_stream(buffer.device)
         self._stream.wait_event(read)
         with torch.cuda.stream(self._stream):
-            # One call for all: a loop in Python takes longer than the pages need to travel.
-            torch._foreach_copy_(self._places[self._turn][: len(pages)], list(pages), non_blocking=True)
+            fetch_pages(buffer, turn.data(layer), None if turn.addresses is None else turn.addresses[layer])
         current.wait_stream(self._stream)
-        yield buffer, self._index[: len(pages)]
+        yield buffer, self._index[: len(turn.pages)]
         read.record(current)

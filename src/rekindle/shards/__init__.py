@@ -7,7 +7,6 @@ from rekindle.shards.process import ShardProcess, serve_forever, start_shard
 from rekindle.shards.server import ShardServer
 from rekindle.shards.session import Deadlines, Pending
 from rekindle.shards.terms import Terms
-from rekindle.shards.twophase import TwoPhaseRestore
 
 __all__ = [
     "Deadlines",
@@ -21,7 +20,6 @@ __all__ = [
     "ShardProcess",
     "ShardServer",
     "Terms",
-    "TwoPhaseRestore",
     "keygen",
     "load_keys",
     "load_public",

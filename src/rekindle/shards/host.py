@@ -22,9 +22,8 @@ from rekindle.shards.frames import DTYPES, AnyBody, Frame, Header, Limits
 from rekindle.shards.link import REPLIES
 from rekindle.shards.parts import NOTHING_HELD, Held, check_parts, export_parts, import_parts, pages_of
 from rekindle.shards.terms import Terms
-from rekindle.shards.twophase import TwoPhaseRestore
 from rekindle.snapshots.types import Part
-from rekindle.stages.types import Stage
+from rekindle.stages.types import Stage, TwoPhaseRestore
 
 log = logging.getLogger(__name__)
 

@@ -49,6 +49,7 @@ class LocalStage:
         self._reader = PoolReader(self.pool, kv_mode, policy)
         self._tables = [self.pool.new_table() for _ in range(slots)]
         self._states = self._make_states()
+        self._prepared: dict[int, tuple[int, tuple[Part, ...]]] = {}  # by slot: position and parts to be restored
         self._kept: set[int] = set()  # slots whose last rows can be gone back into
         self._graphs = None
         if model.device.type == "cuda" and kv_type != "q8":  # no kernel reads packed rows in a graph yet
@@ -197,6 +198,7 @@ class LocalStage:
         self.close(slot)
 
     def close(self, slot: int) -> None:
+        self._prepared.pop(slot, None)
         self.pool.clear(self._tables[slot])
         for state in self._states.values():
             if isinstance(state, DeltaState):
@@ -221,9 +223,22 @@ class LocalStage:
         return parts
 
     def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
-        """Put the slot at `position`, or leave it empty and say why."""
-        own = [part for part in parts if part.layer in self.span]
+        """Put the slot at `position`, or say why not."""
+        self.prepare_restore(slot, position, parts)
+        self.commit_restore(slot)
+
+    def prepare_restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
+        own = tuple(part for part in parts if part.layer in self.span)
         self._check_parts(own, position)
+        pages = next((part.pages for part in own if isinstance(part, KvPart)), ())
+        self.pool.check_room(self._tables[slot], pages, position)
+        self._prepared[slot] = position, own
+
+    def abort_restore(self, slot: int) -> None:
+        self._prepared.pop(slot, None)
+
+    def commit_restore(self, slot: int) -> None:
+        position, own = self._prepared.pop(slot)
         self.close(slot)
         try:
             self._restore_kv(slot, position, [part for part in own if isinstance(part, KvPart)])

@@ -20,7 +20,7 @@ from rekindle.batch import Batch
 from rekindle.errors import StageLost
 from rekindle.snapshots.types import Part
 from rekindle.spec import Span
-from rekindle.stages.types import Ahead, PageCount, Recoverable, Stage, StageOutput
+from rekindle.stages.types import Ahead, PageCount, Recoverable, Stage, StageOutput, TwoPhaseRestore
 
 T = TypeVar("T")
 
@@ -93,12 +93,13 @@ class Pipeline:
         return result
 
     def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
-        """All stages take their layers, or none does."""
-        futures = self._post_all(lambda stage: stage.restore(slot, position, parts))
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            self._on_all(lambda stage: stage.close(slot))
-            raise errors[0]
+        """All stages take their layers, or none does: first each one checks, then each one adopts."""
+        if error := _first_error(self._post_all(lambda stage: _prepare(stage, slot, position, parts))):
+            self._on_all(lambda stage: _abort(stage, slot))
+            raise error
+        if error := _first_error(self._post_all(lambda stage: _commit(stage, slot, position, parts))):
+            self.close(slot)
+            raise error
 
     def rewind(self, slot: int, position: int) -> None:
         self._on_all(lambda stage: stage.rewind(slot, position))
@@ -166,6 +167,31 @@ def _close(stage: Stage, slot: int) -> None:
     """A lost stage holds no slots, so there is nothing to close."""
     with suppress(StageLost):
         stage.close(slot)
+
+
+def _prepare(stage: Stage, slot: int, position: int, parts: Sequence[Part]) -> None:
+    if isinstance(stage, TwoPhaseRestore):
+        stage.prepare_restore(slot, position, parts)
+
+
+def _commit(stage: Stage, slot: int, position: int, parts: Sequence[Part]) -> None:
+    if isinstance(stage, TwoPhaseRestore):
+        stage.commit_restore(slot)
+    else:
+        stage.restore(slot, position, parts)
+
+
+def _abort(stage: Stage, slot: int) -> None:
+    """A lost stage holds nothing that was prepared."""
+    if isinstance(stage, TwoPhaseRestore):
+        with suppress(StageLost):
+            stage.abort_restore(slot)
+
+
+def _first_error(futures: Sequence[Future[T]]) -> BaseException | None:
+    """After the last of them has come back."""
+    errors = [future.exception() for future in futures]
+    return next((error for error in errors if error is not None), None)
 
 
 def _done(call: Callable[[], T]) -> Future[T]:

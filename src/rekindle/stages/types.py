@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from rekindle.batch import Batch
-from rekindle.snapshots.types import StateHolder
+from rekindle.snapshots.types import Part, StateHolder
 from rekindle.spec import Span
 
 
@@ -48,6 +49,20 @@ class Recoverable(Protocol):
     def recover(self) -> None:
         """Bring it back inside its deadline, or raise StageLost."""
         ...
+
+
+@runtime_checkable
+class TwoPhaseRestore(Protocol):
+    """A stage that can check a restore completely before it changes anything.
+
+    `prepare_restore` raises if the parts do not fit, and leaves the slot as it is either way. `commit_restore` adopts
+    what was prepared and has no reason left to fail but the loss of the stage. `abort_restore` drops it; without a
+    prepared restore it does nothing, so whoever aborts need not know how far each stage came.
+    """
+
+    def prepare_restore(self, slot: int, position: int, parts: Sequence[Part]) -> None: ...
+    def commit_restore(self, slot: int) -> None: ...
+    def abort_restore(self, slot: int) -> None: ...
 
 
 class Stage(StateHolder, Protocol):
