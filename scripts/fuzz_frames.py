@@ -74,7 +74,7 @@ def honest_messages() -> list[list[bytes]]:
         Frame(4, frames.Capture(0, 0)),
         Frame(5, frames.Commit(0)),
         Frame(6, frames.Ping()),
-        Frame(7, frames.Output(), {"logits": torch.zeros(1, 16)}),
+        Frame(7, frames.Output(frames.PagesEntry(1, 0, 1)), {"logits": torch.zeros(1, 16)}),
         Frame(8, frames.Failed("StageLost", "gone")),
     ]
     return [[bytes(part) for part in frames.export_frame(frame, LIMITS)] for frame in honest]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,43 @@ def show_bytes(count: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardSetting:
+    """A process that hosts stages: started by a command, or running already at an address."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    endpoint: str = ""
+    memory: int | None = None  # bytes that the stages may use of each of its devices
+    key: Path | None = None  # the shard's public key
+
+
+def parse_shards(shards: Sequence[str], memory: Sequence[str], keys: Sequence[str]) -> tuple[ShardSetting, ...]:
+    """'NAME=COMMAND', 'NAME=ipc:///path' or 'NAME=tcp://host:port'; with 'NAME=16GiB' and 'NAME=shard.pub'."""
+    named = _by_name("--shard", shards)
+    sizes = {name: parse_bytes(text, "--shard-memory") for name, text in _by_name("--shard-memory", memory).items()}
+    public = {name: Path(text) for name, text in _by_name("--shard-key", keys).items()}
+    for option, given in (("--shard-memory", sizes), ("--shard-key", public)):
+        if unknown := sorted(given.keys() - named.keys()):
+            raise BadConfig(f"{option} names {', '.join(unknown)}; --shard gives {', '.join(named) or 'no shard'}")
+    return tuple(
+        ShardSetting(name, (), text, sizes.get(name), public.get(name))
+        if text.startswith(("ipc://", "tcp://"))
+        else ShardSetting(name, tuple(shlex.split(text)), "", sizes.get(name), public.get(name))
+        for name, text in named.items()
+    )
+
+
+def _by_name(option: str, texts: Sequence[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in texts]
+    for text, (name, _, value) in zip(texts, pairs, strict=True):
+        if not re.fullmatch(r"[\w.-]+", name) or not value.strip():
+            raise BadConfig(f"{option}: '{text}' is not NAME=VALUE")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise BadConfig(f"{option} gives a name twice: {', '.join(name for name, _, _ in pairs)}")
+    return {name: value.strip() for name, _, value in pairs}
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """What a user can say about a running model. 'None' means: decide, and say why."""
 
@@ -51,6 +90,9 @@ class Config:
     cache_dir: Path | None = None
     cache_disk: int = 16 << 30
     threads: int | None = None
+    shards: tuple[ShardSetting, ...] = ()  # that --devices may name behind an @
+    link_key: Path | None = None  # this head's key pair, for links that leave the host
+    ray: str | None = None  # address of a Ray cluster, whose nodes host all stages
     audit: int = 0  # one in so many restores is checked against a cold run; 0 checks none
 
     def __post_init__(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import numpy as np
 import torch
 
 from rekindle.batch import Batch, Segment, Wanted
-from rekindle.engine.chunks import chunks
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
 from rekindle.prefix import PrefixCache
@@ -85,6 +85,12 @@ class Lab:
         parts = tuple(stage.capture(0))
         stage.close(0)
         return Snapshot(snapshot.tokens, parts, logits[-1], snapshot.grid, ())
+
+
+def chunks(start: int, stop: int, grid: int, cuts: Iterable[int]) -> list[tuple[int, int]]:
+    """The definition, apart from the engine's own: every grid line and every cut in between is an edge."""
+    inside = {edge for edge in (*range(0, stop, grid), *cuts) if start < edge < stop}
+    return list(pairwise(sorted({start, *inside, stop})))
 
 
 def _steps(snapshot: Snapshot) -> list[tuple[int, int]]:

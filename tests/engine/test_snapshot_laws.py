@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from snapshot_lab import PLENTY, Answer, Lab, RecordingCache, logit_distance, random_tokens, same_bits
 
@@ -33,6 +33,7 @@ BOUNDED = settings(
     derandomize=not FULL,
     deadline=None,
     database=None,
+    phases=[Phase.explicit, Phase.generate, *([Phase.shrink] if FULL else [])],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
@@ -231,6 +232,8 @@ def test_the_newest_boundary_is_captured_so_the_chain_advances_every_turn(lab: L
         answer = Answer(engine, Prompt(tokens, boundaries))
         assert answer.finished.cache.restored == known
         assert answer.finished.cache.computed == len(tokens) - known
+        branch = Answer(engine, Prompt((*tokens, 1 + answer.tokens[0], 7)), max_tokens=0)
+        assert branch.finished.cache.restored == len(tokens), "also for a client that sends back another answer"
         tokens = (*tokens, *answer.tokens)
         known = len(tokens) - 1
     engine.stop()

@@ -10,10 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rekindle.bench.synth import write_synthetic
+from rekindle.build import open_model, plan_model
+from rekindle.config import Config
 from rekindle.experts.cost import CostModel, touched_experts
 from rekindle.experts.counts import HALF_LIFE, ROUND, CountsFile, LayerCounter, RoutingCounts
 from rekindle.experts.swaps import choose_swaps
-from rekindle.placement import Device, Machine, Wishes, known_shapes, make_plan
+from rekindle.placement import Device, Machine, StagePlan, Wishes, known_shapes, make_plan
 
 GIB = 1 << 30
 
@@ -130,6 +133,24 @@ def test_counts_survive_a_restart_and_change_the_placement(tmp_path: Path) -> No
     assert set(seeing) != set(blind)
     assert [path.name for path in tmp_path.iterdir()] == ["routing-abc.npy"]  # nothing temporary is left
     assert CountsFile(tmp_path, "other weights", spec.layers, spec.ffn.experts).counts.is_empty
+
+
+def test_the_engines_plan_reads_the_counts_beside_its_cache(tmp_path: Path) -> None:
+    model = open_model(write_synthetic(tmp_path / "model.gguf", "tiny-moe"))
+    spec = model.spec
+    config = Config(sequences=1, context=1024, cache_dir=tmp_path / "cache", dtype="bfloat16", kv_type="bf16")
+
+    def plan_with(budget: int) -> StagePlan:
+        return plan_model(config, model, Machine((Device("gpu", "cuda", budget),), 4 * GIB)).stage(0)
+
+    roomy, last = plan_with(4 * GIB), spec.ffn.experts - 1
+    step = roomy.bytes_of("hot experts") // 4
+    tight = next(budget for budget in range(roomy.total, 0, -step) if plan_with(budget).cold > spec.layers)
+    assert not any(hot[0] == last for hot in plan_with(tight).hot)
+    file = CountsFile(tmp_path / "cache", model.file.fingerprint(), spec.layers, spec.ffn.experts)
+    file.counts.values[:, last] = 9
+    file.save()
+    assert all(hot[0] == last for hot in plan_with(tight).hot)
 
 
 @pytest.mark.parametrize("content", [b"", b"not an array", None])

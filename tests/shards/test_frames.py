@@ -29,7 +29,7 @@ def sent(frame: Frame) -> list[zmq.Frame]:
 
 def lie(table: list[TensorEntry], parts: list[bytes], body: frames.AnyBody | None = None) -> list[zmq.Frame]:
     """A frame whose header says what we like."""
-    header = Header(7, body or frames.Output(), tuple(table))
+    header = Header(7, body or frames.Output(frames.PagesEntry(1, 0, 1)), tuple(table))
     raw = frames.MAGIC + bytes([frames.VERSION]) + msgspec.msgpack.encode(header)
     return [zmq.Frame(part) for part in (raw, *parts)]
 
@@ -38,7 +38,7 @@ def lie(table: list[TensorEntry], parts: list[bytes], body: frames.AnyBody | Non
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 0, 4), (1, 2, 3, 4, 5)], ids=str)
 def test_a_tensor_arrives_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 100).to(dtype)
-    arrived = import_frame(sent(Frame(3, frames.Output(), {"x": tensor})), LIMITS)
+    arrived = import_frame(sent(Frame(3, frames.Output(frames.PagesEntry(1, 0, 1)), {"x": tensor})), LIMITS)
     assert arrived.id == 3
     assert arrived.tensors["x"].dtype is dtype
     assert torch.equal(arrived.tensors["x"], tensor)
@@ -46,22 +46,26 @@ def test_a_tensor_arrives_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]
 
 def test_a_tensor_that_is_not_contiguous_or_carries_a_gradient_arrives_too() -> None:
     tensor = torch.arange(12.0, requires_grad=True).reshape(3, 4).T
-    assert torch.equal(import_frame(sent(Frame(1, frames.Output(), {"x": tensor})), LIMITS).tensors["x"], tensor)
+    assert torch.equal(
+        import_frame(sent(Frame(1, frames.Output(frames.PagesEntry(1, 0, 1)), {"x": tensor})), LIMITS).tensors["x"],
+        tensor,
+    )
 
 
 def test_exported_parts_are_views_of_the_tensor_and_imported_tensors_views_of_the_message() -> None:
     tensor = torch.zeros(8)
-    _, part = export_frame(Frame(1, frames.Output(), {"x": tensor}), LIMITS)
+    _, part = export_frame(Frame(1, frames.Output(frames.PagesEntry(1, 0, 1)), {"x": tensor}), LIMITS)
     tensor[0] = 5.0
     assert bytes(part) == bytes(tensor.numpy().data)
-    message = sent(Frame(1, frames.Captured(()), {"x": torch.zeros(1000)}))
+    message = sent(Frame(1, frames.Captured((), frames.PagesEntry(1, 0, 1)), {"x": torch.zeros(1000)}))
     arrived = import_frame(message, LIMITS).tensors["x"]
     message[1].buffer[0:4] = torch.tensor([7.0]).numpy().tobytes()
     assert arrived[0] == 7.0
 
 
 @pytest.mark.parametrize(
-    "body", [frames.Output(), frames.Forward((frames.SegmentEntry(0, 0, (1,), Wanted.NONE),), False)]
+    "body",
+    [frames.Output(frames.PagesEntry(1, 0, 1)), frames.Forward((frames.SegmentEntry(0, 0, (1,), Wanted.NONE),), False)],
 )
 def test_what_is_computed_on_lies_where_torch_would_put_it(body: frames.AnyBody) -> None:
     message = sent(Frame(1, body, {"x": torch.zeros(1000)}))
@@ -123,7 +127,7 @@ def test_missing_and_surplus_parts_are_refused() -> None:
 def test_sizes_are_limited_on_both_ends() -> None:
     big = torch.zeros(LIMITS.frame, dtype=torch.uint8)
     with pytest.raises(BadFrame, match=f"the limit is {LIMITS.frame}"):
-        export_frame(Frame(1, frames.Output(), {"x": big}), LIMITS)
+        export_frame(Frame(1, frames.Output(frames.PagesEntry(1, 0, 1)), {"x": big}), LIMITS)
     with pytest.raises(BadFrame, match=f"the limit is {LIMITS.frame}"):
         import_frame(lie([TensorEntry("x", "uint8", (LIMITS.frame,), LIMITS.frame)], [bytes(LIMITS.frame)]), LIMITS)
     long = frames.Forward((frames.SegmentEntry(0, 0, tuple(range(1 << 15)), Wanted.NONE),), False)

@@ -98,10 +98,10 @@ def test_a_damaged_key_file_is_refused(tmp_path: Path, ring: Ring) -> None:
     "endpoint", ["tcp://10.0.0.5:9000", "tcp://*:9000", "tcp://0.0.0.0:9000", "tcp://[::]:9000", "tcp://example.org:1"]
 )
 def test_plain_tcp_that_leaves_the_host_is_refused_on_both_ends(hall: Hall, endpoint: str) -> None:
-    with pytest.raises(LinkRefused, match=r"leaves this host .* --link-key"):
+    with pytest.raises(LinkRefused, match=r"leaves this host .* keys"):
         connect(endpoint, None)
     hall.address = lambda *_: endpoint  # type: ignore[method-assign]
-    with pytest.raises(LinkRefused, match=r"leaves this host .* --link-key"):
+    with pytest.raises(LinkRefused, match=r"leaves this host .* keys"):
         hall.serve(PaperStage(SPAN, 8))
 
 

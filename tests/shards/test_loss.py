@@ -104,7 +104,7 @@ def test_a_shard_killed_at_work_is_lost_inside_the_deadline_and_found_again(
     assert yard.endpoint in str(failures[0])
     assert "[0, 4)" in str(failures[0])
     with pytest.raises(StageLost, match="reconnect first"):
-        remote.pages()
+        remote.open(0)
     yard.start()
     remote.reconnect()
     assert remote.pages().used == 0
@@ -118,8 +118,8 @@ def test_a_stopped_shard_is_lost_by_silence(yard: Yard) -> None:
     remote = RemoteStage(yard.endpoint, "paper", terms(SPAN), deadlines=replace(QUICK, silence=0.5))
     os.kill(shard.pid, signal.SIGSTOP)
     try:
-        with pytest.raises(StageLost, match=r"lost during pages: no sign of life for 0.5 s"):
-            remote.pages()
+        with pytest.raises(StageLost, match=r"lost during open of slot 0: no sign of life for 0.5 s"):
+            remote.open(0)
     finally:
         os.kill(shard.pid, signal.SIGCONT)
     remote.reconnect()

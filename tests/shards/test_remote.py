@@ -512,7 +512,7 @@ def test_a_call_past_its_deadline_loses_the_shard_and_says_what_was_under_way(ha
     with pytest.raises(StageLost, match=r"ipc://.* span \[0, 4\): lost during forward of 2 rows .* within 0.3 s"):
         run(remote, 0, (1, 2))
     with pytest.raises(StageLost, match="reconnect first"):
-        remote.pages()
+        remote.open(0)
     stage.gate.set()
     remote.reconnect()
     assert remote.pages().used == 0
@@ -529,6 +529,7 @@ def test_commands_of_a_session_that_ended_are_not_run(hall: Hall) -> None:
     remote.reconnect()
     stage.began.clear()
     stage.gate.set()
+    remote.open(0)
     assert remote.pages().used == 0
     assert not stage.began.is_set()
     for each in pending:

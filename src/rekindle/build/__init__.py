@@ -4,14 +4,20 @@ from rekindle.build.app import build_app
 from rekindle.build.engine import Built, build_engine, plan_model
 from rekindle.build.machine import device_names, make_machine
 from rekindle.build.model import Model, embedded_model, open_model
+from rekindle.build.shards import StageOrder, build_shard, host_shard
+from rekindle.shards import keygen
 
 __all__ = [
     "Built",
     "Model",
+    "StageOrder",
     "build_app",
     "build_engine",
+    "build_shard",
     "device_names",
     "embedded_model",
+    "host_shard",
+    "keygen",
     "make_machine",
     "open_model",
     "plan_model",

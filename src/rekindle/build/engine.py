@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from blake3 import blake3
 
-from rekindle.build.machine import device_names, make_machine, torch_device
+from rekindle.build.machine import device_names, device_of, make_machine, shard_of
 from rekindle.build.model import Model, open_model
+from rekindle.build.shards import DTYPES, Progress, Shards, StageOrder, load_stage, stage_orders
 from rekindle.config import Config, show_bytes
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.errors import BadConfig
-from rekindle.experts import CountsFile, RoutingCounts, SpanExperts
-from rekindle.models import load_span
+from rekindle.experts import CountsFile, RoutingCounts
 from rekindle.placement import Machine, Plan, Wishes, make_plan, parse_split, sizes_from_tensors
-from rekindle.pool import KvMode
 from rekindle.prefix import PrefixCache, check_budget
 from rekindle.snapshots.disk import DiskStore
-from rekindle.stages import LocalStage, Pipeline, Stage
+from rekindle.stages import Pipeline, Stage
 
 log = logging.getLogger("rekindle.build")
-
-Progress = Callable[[int, int], None]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +34,13 @@ class Built:
     plan: Plan
     context: int
     counts: CountsFile | None = None  # of a model with experts, where there is a folder to keep them in
+    shards: Shards | None = None  # processes that host some of the stages
 
     def stop(self) -> None:
         """End every request, then save what the next start should know."""
         self.engine.stop()
+        if self.shards is not None:
+            self.shards.stop()
         if self.counts is not None:
             self.counts.stop()
 
@@ -51,32 +50,51 @@ def build_engine(config: Config, on_progress: Progress | None = None) -> Built:
         torch.set_num_threads(config.threads)
     model = open_model(config.model)
     names = device_names(config.devices)
-    plan = plan_model(config, model, make_machine(names, config.vram, config.ram))
+    plan = plan_model(config, model, make_machine(names, config.vram, config.ram, config.shards))
     for reason in plan.reasons:
         log.info("plan: %s", reason)
     dtype = _dtype(config, names)
     counts_file = _counts_file(config, model)
     counts = counts_file.counts if counts_file else RoutingCounts(model.spec.layers, model.spec.ffn.experts)
-    stages: list[Stage] = []
-    for stage in plan.stages:
-        experts = SpanExperts(stage.hot, stage.ring_slots, counts) if stage.cold else None
-        device = torch_device(stage.device.name)
-        span = load_span(model.file, stage.span, device, dtype, on_progress, experts)
-        kv_mode: KvMode = "sparse" if plan.wishes.kv_mode == "sparse" else "exact"
-        stages.append(
-            LocalStage(span, stage.slots, stage.pool_pages, plan.wishes.kv_type, stage.host_pages, kv_mode=kv_mode)
-        )
+    orders = stage_orders(plan, dtype)
+    shards = Shards(config) if config.shards else None
+    try:
+        stages = _load_stages(model, names, orders, shards, counts, on_progress)
+    except BaseException:
+        if shards is not None:
+            shards.stop()
+        raise
     prefixes = _prefix_cache(config, model, plan)
     settings = EngineSettings(context=plan.wishes.context, queue=config.queue, grid=config.grid, audit=config.audit)
     engine = Engine(Pipeline(stages), prefixes, settings).start()
-    return Built(engine, model, plan, plan.wishes.context, counts_file.start() if counts_file else None)
+    return Built(engine, model, plan, plan.wishes.context, counts_file.start() if counts_file else None, shards)
+
+
+def _load_stages(
+    model: Model,
+    names: list[str],
+    orders: list[StageOrder],
+    shards: Shards | None,
+    counts: RoutingCounts,
+    on_progress: Progress | None,
+) -> list[Stage]:
+    """Local ones are loaded here, the others where they are."""
+    if shards is not None:
+        shards.start(names, orders)
+    stages: list[Stage] = []
+    for name, order in zip(names, orders, strict=True):
+        if shards is not None and shard_of(name):
+            stages.append(shards.connect(name, order, model.file.fingerprint()))
+        else:
+            stages.append(load_stage(model.file, order, on_progress, counts))
+    return stages
 
 
 def plan_model(config: Config, model: Model, machine: Machine) -> Plan:
     """Where everything goes; also what `rekindle plan` shows."""
     spec = model.spec
     names = [device.name for device in machine.devices]
-    on_cpu = all(name == "cpu" for name in names)
+    on_cpu = all(device.is_cpu for device in machine.devices)
     counts_file = _counts_file(config, model)
     wishes = Wishes(
         context=min(config.context or spec.context, spec.context),
@@ -111,7 +129,7 @@ def _loaded_sizes(model: Model, expanded: bool, itemsize: int) -> Mapping[str, t
 
 
 def _dtype(config: Config, names: list[str]) -> torch.dtype:
-    name = config.dtype or ("float32" if all(device == "cpu" for device in names) else "bfloat16")
+    name = config.dtype or ("float32" if all(device_of(name) == "cpu" for name in names) else "bfloat16")
     if name not in DTYPES:
         raise BadConfig(f"--dtype is '{name}'; known are {', '.join(DTYPES)}")
     return DTYPES[name]

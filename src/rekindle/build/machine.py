@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from rekindle.config import ShardSetting
 from rekindle.errors import BadConfig
 from rekindle.placement import Device, Machine
 
@@ -34,28 +35,84 @@ def device_names(wanted: Sequence[str]) -> list[str]:
     return [f"cuda:{i}" for i in range(count)] or ["cpu"]
 
 
-def make_machine(names: Sequence[str], vram: int | None, ram: int | None) -> Machine:
-    """The devices in the order given, with budgets from the device or from the user."""
+def make_machine(
+    names: Sequence[str],
+    vram: int | None,
+    ram: int | None,
+    shards: Sequence[ShardSetting] = (),
+    speeds: Mapping[str, float] | None = None,
+) -> Machine:
+    """The devices in the order given, with budgets from the device or from the user.
+
+    'cuda:0@lab' is a device of the shard 'lab'. CPU stages of this machine share its RAM: a shard takes what
+    --shard-memory gives it, and what is left is divided evenly.
+    """
     ram = ram or int(available_ram() * RAM_SHARE)
-    return Machine(tuple(_device(name, vram, ram) for name in names), ram)
+    by_name = {shard.name: shard for shard in shards}
+    _check_shards(names, by_name)
+    homes = [(device_of(name), by_name.get(shard_of(name))) for name in names]
+    here = [shard for device, shard in homes if device == "cpu" and (shard is None or not is_elsewhere(shard))]
+    given = [shard.memory for shard in here if shard is not None and shard.memory is not None]
+    share = max(1, (ram - sum(given)) // max(1, len(here) - len(given)))
+    devices = [
+        _device(name, device, shard, vram, share, (speeds or {}).get(name, 1.0))
+        for name, (device, shard) in zip(names, homes, strict=True)
+    ]
+    return Machine(tuple(devices), ram)
 
 
-def _device(name: str, vram: int | None, ram: int) -> Device:
-    if name == "cpu":
-        return Device("cpu", "cpu", ram, host=True)
-    kind, _, index = name.partition(":")
-    if kind not in ("cuda", "hip") or not index.isdigit():
-        raise BadConfig(f"--devices: '{name}' is no device; write cpu, cuda:0 or hip:0")
+def device_of(name: str) -> str:
+    """'cuda:0' of 'cuda:0@lab'."""
+    return name.partition("@")[0]
+
+
+def shard_of(name: str) -> str:
+    """'lab' of 'cuda:0@lab', '' of a device of this process."""
+    return name.partition("@")[2]
+
+
+def is_elsewhere(shard: ShardSetting) -> bool:
+    """On another machine: all that is not started here, not a socket file and not loopback."""
+    host = shard.endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return shard.endpoint.startswith("tcp://") and host not in ("localhost", "::1") and not host.startswith("127.")
+
+
+def _check_shards(names: Sequence[str], shards: Mapping[str, ShardSetting]) -> None:
+    for name in names:
+        if "@" in name and shard_of(name) not in shards:
+            known = ", ".join(shards) or "no shard"
+            raise BadConfig(f"--devices: '{name}' lies in the shard '{shard_of(name)}', --shard gives {known}")
+    if unused := sorted(shards.keys() - set(map(shard_of, names))):
+        raise BadConfig(f"--shard gives {', '.join(unused)}, --devices puts nothing there; write say cpu@{unused[0]}")
+
+
+def _device(name: str, device: str, shard: ShardSetting | None, vram: int | None, ram: int, speed: float) -> Device:
+    kind, _, index = device.partition(":")
+    if device != "cpu" and (kind not in ("cuda", "hip") or not index.isdigit()):
+        raise BadConfig(f"--devices: '{name}' is no device; write cpu, cuda:0, hip:0, or cuda:0@NAME for a shard's")
+    elsewhere = shard is not None and is_elsewhere(shard)
+    if shard is not None and shard.memory is not None:
+        return Device(name, kind, shard.memory, speed, host=device == "cpu" and not elsewhere, remote=elsewhere)
+    if elsewhere:
+        raise BadConfig(f"--devices: how much of {name} may be used? Give --shard-memory {shard_of(name)}=16GiB")
+    if device == "cpu":
+        return Device(name, "cpu", ram, speed, host=True)
+    return Device(name, kind, vram or _free_vram(name, kind, int(index)), speed)
+
+
+def _free_vram(name: str, kind: str, index: int) -> int:
     is_hip = torch.version.hip is not None
-    if kind == "hip" and not is_hip:
-        raise BadConfig(f"--devices: {name} needs a torch with HIP, this one is {torch.__version__}; run it in a shard")
+    if is_hip != (kind == "hip"):
+        wants = "HIP" if kind == "hip" else "CUDA"
+        help = f"give --shard-memory {shard_of(name)}=16GiB" if "@" in name else "run it in a shard"
+        raise BadConfig(f"--devices: {name} needs a torch with {wants}, this one is {torch.__version__}; {help}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(index) >= count:
+    if index >= count:
         raise BadConfig(f"--devices names {name}, this machine has {count} such devices")
-    free, _ = torch.cuda.mem_get_info(int(index))
-    return Device(name, kind, vram or int(free * VRAM_SHARE))
+    free, _ = torch.cuda.mem_get_info(index)
+    return int(free * VRAM_SHARE)
 
 
 def torch_device(name: str) -> torch.device:
     """HIP devices answer to torch's name for them, which is cuda."""
-    return torch.device(name.replace("hip", "cuda"))
+    return torch.device(device_of(name).replace("hip", "cuda"))

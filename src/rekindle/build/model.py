@@ -38,6 +38,11 @@ def embedded_model() -> Path:
     return next(Path(found.origin).parent.glob("*.gguf"))
 
 
+def open_weights_of(path: Path | None) -> WeightFile:
+    """The weights alone: all that a shard needs."""
+    return open_weights(path or embedded_model())
+
+
 def open_model(path: Path | None) -> Model:
     path = path or embedded_model()
     file = open_weights(path)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from rekindle.cli import bench, cache, generate, inspect, plan, replay, serve
+from rekindle.cli import bench, cache, generate, inspect, plan, replay, serve, shard
 from rekindle.errors import RekindleError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("plan")(plan.plan)
 app.command("bench")(bench.bench)
 app.command("replay")(replay.replay)
 app.add_typer(cache.app, name="cache")
+app.add_typer(shard.app, name="shard")
 
 
 def main() -> None:

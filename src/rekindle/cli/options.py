@@ -15,7 +15,10 @@ from rekindle.config import Config, parse_bytes
 ModelPath = Annotated[
     Path | None, typer.Argument(help="A GGUF file or a Hugging Face folder; the embedded model if left out.")
 ]
-Devices = Annotated[str, typer.Option(help="Devices in pipeline order: cpu, cuda:0, 'cuda:0,cpu', or auto.")]
+Devices = Annotated[
+    str,
+    typer.Option(help="Devices in pipeline order: cpu, cuda:0, 'cuda:0,cpu', 'cuda:0,hip:0@SHARD', or auto."),
+]
 Split = Annotated[str, typer.Option(help="Layers per device: '20,20', weights '0.5,0.5', or auto.")]
 Context = Annotated[
     int | None, typer.Option(help="Tokens of prompt and answer together; the model's own limit if left out.")

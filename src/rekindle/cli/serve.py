@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rekindle.build import Built, build_app
 from rekindle.cli import options
-from rekindle.config import Config, parse_bytes
+from rekindle.config import Config, parse_bytes, parse_shards
 from rekindle.errors import BadConfig
 
 log = logging.getLogger("rekindle")
@@ -40,6 +40,18 @@ def serve(
     cache_dir: Annotated[Path | None, typer.Option(help="Folder for snapshots that survive a restart.")] = None,
     cache_disk: Annotated[str, typer.Option(help="Disk for snapshots.")] = "16GiB",
     threads: options.Threads = None,
+    shard: Annotated[
+        list[str],
+        typer.Option(
+            help="NAME=COMMAND starts a shard, such as lab='rekindle shard MODEL', and starts it again if it dies; "
+            "NAME=ipc:///path or NAME=tcp://host:port is one that runs already. --devices names it behind an @."
+        ),
+    ] = [],  # noqa: B006
+    shard_memory: Annotated[
+        list[str], typer.Option(help="NAME=16GiB: what each device of the shard may use; needed for other machines.")
+    ] = [],  # noqa: B006
+    shard_key: Annotated[list[str], typer.Option(help="NAME=FILE: the shard's public key.")] = [],  # noqa: B006
+    link_key: Annotated[Path | None, typer.Option(help="This server's key pair for links to other machines.")] = None,
     audit: Annotated[
         int, typer.Option(help="Check one in so many restores against a cold run, in idle time; 0 checks none.")
     ] = 0,
@@ -67,6 +79,8 @@ def serve(
         cache_dir=cache_dir,
         cache_disk=parse_bytes(cache_disk, "--cache-disk"),
         threads=threads,
+        shards=parse_shards(shard, shard_memory, shard_key),
+        link_key=link_key,
         audit=audit,
     )
     listener = _listen(host, port)
@@ -85,7 +99,7 @@ def serve(
         _greet(built, address, port, name or built.model.name)
         uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)).run(sockets=[listener])
     finally:
-        built.engine.stop()
+        built.stop()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -116,7 +116,7 @@ class Sequence:
     def record(self, start: int, stop: int, how: str, grid: int) -> None:
         """Remember how [start, stop) was computed; a prefill edge off the grid is a cut."""
         last = self.stretches[-1] if self.stretches else None
-        cut = (stop,) if how != "decode" and stop % grid else ()
+        cut = (stop,) if how in ("prefill", "batched") and stop % grid else ()
         if last is not None and last.how == how and last.stop == start:
             self.stretches[-1] = Stretch(stop, how, last.cuts + cut)
         else:

@@ -37,7 +37,8 @@ class RoutedFfn:
         return True
 
     def can_record(self, rows: int) -> bool:
-        return True
+        """Dense experts are looped over on the host."""
+        return self.gate.packed is not None
 
     def settle(self, rows: int) -> None:
         if self.counter is not None:

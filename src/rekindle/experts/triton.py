@@ -73,19 +73,21 @@ def admit(residency: Residency, ids: Tensor, tally: Tensor) -> tuple[Tensor, Ten
 def _fetch_kernel(pieces, load, places, B: tl.constexpr):  # type: ignore[no-untyped-def]
     """One piece of the expert that slot number program_id(1) is to take in.
 
-    pieces int64 [n, 5]: address there, address here, words of one expert, the piece's first word, its words; all but
-    the last are whole pieces of 16 bytes.
+    pieces int64 [n, 5]: address there, address here, words of one expert, the piece's first word, its words; all of
+    them stand for whole 16 bytes.
     """
     expert = tl.load(load + tl.program_id(1))
     if expert >= 0:
         piece = pieces + tl.program_id(0) * 5
-        there = tl.multiple_of(tl.load(piece), 16).to(tl.pointer_type(tl.int32))
-        here = tl.multiple_of(tl.load(piece + 1), 16).to(tl.pointer_type(tl.int32))
-        size, first, count = tl.load(piece + 2), tl.load(piece + 3), tl.load(piece + 4)
+        there = tl.load(piece).to(tl.pointer_type(tl.int32))
+        here = tl.load(piece + 1).to(tl.pointer_type(tl.int32))
+        size, first = tl.load(piece + 2), tl.load(piece + 3)
+        count = tl.multiple_of(tl.load(piece + 4), 4)
         place = tl.load(places + expert).to(tl.int64)
         o = tl.arange(0, B)
-        words = tl.load(there + tl.multiple_of(place * size + first, 4) + o, o < count, cache_modifier=".cg")
-        tl.store(here + tl.multiple_of(tl.program_id(1) * size + first, 4) + o, words, o < count)
+        source = tl.max_contiguous(tl.multiple_of(there + place * size + first + o, 16), B)
+        target = tl.max_contiguous(tl.multiple_of(here + tl.program_id(1) * size + first + o, 16), B)
+        tl.store(target, tl.load(source, o < count, cache_modifier=".cg"), o < count)
 
 
 def fetch(pieces: Tensor, load: Tensor, places: Tensor) -> None:

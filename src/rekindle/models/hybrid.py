@@ -13,7 +13,7 @@ import torch
 
 from rekindle.kernels.attention import sigmoid_gate
 from rekindle.kernels.conv import conv_silu
-from rekindle.kernels.gated_delta import gated_delta_norm, gated_delta_rows
+from rekindle.kernels.gated_delta import gated_delta_rows, gated_delta_step
 from rekindle.kernels.matmul import Matrix, multiply, multiply_all, swiglu
 from rekindle.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 from rekindle.kernels.ragged import Ragged
@@ -80,10 +80,10 @@ class DeltaBlock:
         if rows.rewindable:
             mixed = gated_rms_norm(self._mix_keeping_rows(inputs, a, b, rows, state), z, self.norm, self.eps)
         else:
-            conv = conv_silu(inputs, self.conv, state.windows, rows)
-            mixed = gated_delta_norm(
-                conv, a, b, self.decay, self.dt_bias, state.states, rows, self.spec, z, self.norm, self.eps
-            )
+            mixed = gated_delta_step(
+                inputs, self.conv, state.windows, a, b, self.decay, self.dt_bias, state.states, rows, self.spec,
+                z, self.norm, self.eps,
+            )  # fmt: skip
         return multiply(mixed, self.out)
 
     def _mix_keeping_rows(

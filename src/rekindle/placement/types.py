@@ -26,6 +26,7 @@ class Device:
     budget: int  # bytes
     speed: float = 1.0  # relative to the other devices
     host: bool = False  # its memory is the machine's RAM: every CPU, and GPUs with unified memory
+    remote: bool = False  # it belongs to another machine, and so does the RAM beside it
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -34,7 +35,7 @@ class Device:
             raise BadConfig(f"device {self.name} has a budget of {self.budget} bytes, it needs more than 0")
         if not (math.isfinite(self.speed) and self.speed > 0):
             raise BadConfig(f"device {self.name} has speed {self.speed}, it must be a finite number above 0")
-        if self.kind == "cpu" and not self.host:
+        if self.kind == "cpu" and not self.host and not self.remote:
             raise BadConfig(f"device {self.name} is a CPU, so its memory is host memory, but host is False")
 
     @property

@@ -239,7 +239,7 @@ class PagePool:
         return tuple(copy.data.data_ptr() for copy in copies)
 
     def check_room(self, table: PageTable, copies: Sequence[Page], position: int) -> None:
-        """Whether the table, once cleared, can adopt these pages (by their first layer) and be extended to `position`."""
+        """Refuse where the table, once cleared, could not adopt these pages (by first layer) and reach `position`."""
         if not self.kv:
             return
         own = {page for page in table.pages if page.holders == 1}  # given back when the table is cleared

@@ -3,7 +3,7 @@
 from rekindle.shards.client import RemoteStage
 from rekindle.shards.frames import Frame, Limits
 from rekindle.shards.link import HeadKeys, KeyPair, ShardKeys, keygen, load_keys, load_public
-from rekindle.shards.process import ShardProcess, serve_forever, start_shard
+from rekindle.shards.process import ShardKeeper, ShardProcess, serve_forever, start_shard
 from rekindle.shards.server import ShardServer
 from rekindle.shards.session import Deadlines, Pending
 from rekindle.shards.terms import Terms
@@ -16,6 +16,7 @@ __all__ = [
     "Limits",
     "Pending",
     "RemoteStage",
+    "ShardKeeper",
     "ShardKeys",
     "ShardProcess",
     "ShardServer",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -20,8 +21,17 @@ from rekindle.snapshots.types import Part
 from rekindle.spec import Span
 from rekindle.stages.types import Ahead, PageCount, StageOutput
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
+
+
+class Keeper(Protocol):
+    """Whoever started the shard's process, and can start it again."""
+
+    def is_running(self) -> bool: ...
+    def restart(self) -> None: ...
 
 
 class RemoteStage:
@@ -40,6 +50,7 @@ class RemoteStage:
         keys: HeadKeys | None = None,
         deadlines: Deadlines | None = None,
         limits: Limits | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.name = name
@@ -49,7 +60,10 @@ class RemoteStage:
         self._limits = limits or Limits()
         self._held: dict[int, Held] = {}  # by slot
         self._prepared: dict[int, Held] = {}  # by slot: what will be held after the commit
+        self._keeper = keeper
         self._session = self._connect(replaces=b"")
+        self._pages = PageCount(0, 0, 0)
+        self._do(frames.Pages())
 
     def _connect(self, replaces: bytes) -> HeadSession:
         return HeadSession(
@@ -64,6 +78,23 @@ class RemoteStage:
         self._held.clear()
         self._prepared.clear()
         self._session = self._connect(replaces=old.id)
+        self._pages = PageCount(
+            self._pages.total, 0, self._pages.total
+        )  # before it obeys us the shard closes our slots
+
+    def recover(self) -> None:
+        """Find the shard again; if this head started it and it has died or stays mute, start it again first."""
+        if self._keeper is None:
+            self.reconnect()
+            return
+        if self._keeper.is_running():
+            try:
+                self.reconnect()
+                return
+            except StageLost as error:
+                log.warning("%s; its process is started again", error)
+        self._keeper.restart()
+        self.reconnect()
 
     @property
     def span(self) -> Span:
@@ -97,7 +128,10 @@ class RemoteStage:
         )
 
     def _import_output(self, reply: Frame, rows: int, logit_rows: int) -> StageOutput:
-        frames.expect(reply.body, frames.Output)
+        body = reply.body
+        if not isinstance(body, frames.Output):
+            raise BadFrame(f"asked for a forward, got a frame of kind {type(body).__name__.lower()}")
+        self._count(body.pages)
         dtypes = {"hidden": DTYPES[self.terms.hidden_dtype], "logits": torch.float32}
         counts = {"hidden": rows, "logits": logit_rows}
         for name, tensor in reply.tensors.items():
@@ -108,7 +142,7 @@ class RemoteStage:
                     f"{name} from {self._who} is {list(tensor.shape)} {tensor.dtype}, "
                     f"expected {counts[name]} rows of {dtypes[name]}"
                 )
-        return StageOutput(reply.tensors.get("hidden"), reply.tensors.get("logits"))
+        return StageOutput(reply.tensors.get("hidden"), reply.tensors.get("logits"), body.skipped_pages)
 
     # State
 
@@ -127,7 +161,7 @@ class RemoteStage:
         """Only pages that are new since the last capture or restore cross the link; the rest are the same objects."""
         held = self._held.pop(slot, NOTHING_HELD)
         parts, self._held[slot] = self._ask(
-            frames.Capture(slot, held.id), {}, lambda reply: _import_capture(reply, held)
+            frames.Capture(slot, held.id), {}, lambda reply: self._import_capture(reply, held)
         ).result()
         return parts
 
@@ -139,7 +173,7 @@ class RemoteStage:
         """Send the parts of this span and have the shard check them; the slot stays as it is."""
         own = [part for part in parts if part.layer in self.span]
         exported = export_parts(own, {})
-        pending = self._ask(frames.Prepare(slot, position, exported.entries), exported.tensors, _import_done)
+        pending = self._ask(frames.Prepare(slot, position, exported.entries), exported.tensors, self._import_done)
         pending.result()
         self._prepared[slot] = Held(pending.id, pages_of(own))
 
@@ -153,13 +187,14 @@ class RemoteStage:
         self._do(frames.Abort(slot))
 
     def pages(self) -> PageCount:
-        return self._ask(frames.Pages(), {}, _import_pages).result()
+        """As of the last answer; it does not wait for what is under way, and a lost shard's count is its last one."""
+        return self._pages
 
     def stop(self) -> None:
         """Leave the shard, which closes our slots and stays for the next head."""
         if self._session.lost is None:
             with suppress(StageLost):  # gone already: that is what was wanted
-                self._session.ask(frames.Goodbye(), {}, _import_done, self._deadlines.goodbye).result()
+                self._session.ask(frames.Goodbye(), {}, self._import_done, self._deadlines.goodbye).result()
             self._session.lose("the head left")
         self._session.close()
 
@@ -172,26 +207,24 @@ class RemoteStage:
         self._prepared.pop(slot, None)
 
     def _do(self, body: AnyBody) -> None:
-        self._ask(body, {}, _import_done).result()
+        self._ask(body, {}, self._import_done).result()
 
     def _ask(self, body: AnyBody, tensors: Tensors, read: Callable[[Frame], T]) -> Pending[T]:
         return self._session.ask(body, tensors, read, self._deadlines.call)
 
+    def _import_done(self, reply: Frame) -> None:
+        body = reply.body
+        if not isinstance(body, frames.Done):
+            raise BadFrame(f"expected a frame of kind done, got {type(body).__name__.lower()}")
+        self._count(body.pages)
 
-def _import_done(reply: Frame) -> None:
-    frames.expect(reply.body, frames.Done)
+    def _import_capture(self, reply: Frame, held: Held) -> tuple[tuple[Part, ...], Held]:
+        body = reply.body
+        if not isinstance(body, frames.Captured):
+            raise BadFrame(f"asked for a capture, got a frame of kind {type(body).__name__.lower()}")
+        self._count(body.pages)
+        parts = import_parts(body.parts, reply.tensors, held.pages)
+        return parts, Held(reply.id, pages_of(parts))
 
-
-def _import_pages(reply: Frame) -> PageCount:
-    body = reply.body
-    if not isinstance(body, frames.Counted):
-        raise BadFrame(f"asked for pages, got a frame of kind {type(body).__name__.lower()}")
-    return PageCount(body.free, body.used, body.total)
-
-
-def _import_capture(reply: Frame, held: Held) -> tuple[tuple[Part, ...], Held]:
-    body = reply.body
-    if not isinstance(body, frames.Captured):
-        raise BadFrame(f"asked for a capture, got a frame of kind {type(body).__name__.lower()}")
-    parts = import_parts(body.parts, reply.tensors, held.pages)
-    return parts, Held(reply.id, pages_of(parts))
+    def _count(self, pages: frames.PagesEntry) -> None:
+        self._pages = PageCount(pages.free, pages.used, pages.total)

@@ -109,8 +109,20 @@ class Forward(Body, frozen=True):
     rewindable: bool
 
 
+class PagesEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    free: Count
+    used: Count
+    total: Count
+
+
 class Output(Body, frozen=True):
-    """With the tensor `hidden` or `logits`, or none where no logits were wanted."""
+    """With the tensor `hidden` or `logits`, or none where no logits were wanted.
+
+    Whatever may have changed the stage's pages answers with their count: the head then never has to wait for it.
+    """
+
+    pages: PagesEntry
+    skipped_pages: bool = False
 
 
 class Open(Body, frozen=True):
@@ -152,6 +164,7 @@ class Capture(Body, frozen=True):
 
 class Captured(Body, frozen=True):
     parts: PartEntries
+    pages: PagesEntry
 
 
 class Prepare(Body, frozen=True):
@@ -172,14 +185,8 @@ class Pages(Body, frozen=True):
     pass
 
 
-class Counted(Body, frozen=True):
-    free: Count
-    used: Count
-    total: Count
-
-
 class Done(Body, frozen=True):
-    pass
+    pages: PagesEntry
 
 
 class Failed(Body, frozen=True):
@@ -207,7 +214,6 @@ AnyBody: TypeAlias = (
     | Commit
     | Abort
     | Pages
-    | Counted
     | Done
     | Failed
 )

@@ -150,7 +150,7 @@ class StageHost:
         session.prepared.clear()
         session.held.clear()
         if goodbye is not None:
-            reply = frames.export_frame(Frame(goodbye, frames.Done()), self._limits)
+            reply = frames.export_frame(Frame(goodbye, frames.Done(self._count_pages())), self._limits)
             self._wire.send([session.id + REPLIES, *reply])
 
     def _run(self, session: Session, frame_id: int, body: AnyBody, tensors: Tensors) -> tuple[AnyBody, Tensors]:
@@ -159,26 +159,29 @@ class StageHost:
         if isinstance(body, frames.Prepare):
             self._take_slot(session, body.slot)
             self._prepare(session, frame_id, body, tensors)
-            return frames.Done(), {}
+            return frames.Done(self._count_pages()), {}
         if tensors:
             raise BadFrame(f"{type(body).__name__.lower()} takes no tensors, the frame brings {sorted(tensors)}")
-        if isinstance(body, frames.Pages):
-            count = self.stage.pages()
-            return frames.Counted(count.free, count.used, count.total), {}
         if isinstance(body, frames.Capture):
             self._take_slot(session, body.slot)
             return self._capture(session, frame_id, body)
-        self._change_slot(session, body)
-        return frames.Done(), {}
+        if not isinstance(body, frames.Pages):
+            self._change_slot(session, body)
+        return frames.Done(self._count_pages()), {}
 
-    def _forward(self, session: Session, body: frames.Forward, tensors: Tensors) -> tuple[AnyBody, Tensors]:
-        batch = frames.import_batch(body)
+    def _count_pages(self) -> frames.PagesEntry:
+        count = self.stage.pages()
+        return frames.PagesEntry(count.free, count.used, count.total)
+
+    def _forward(self, session: Session, asked: frames.Forward, tensors: Tensors) -> tuple[AnyBody, Tensors]:
+        batch = frames.import_batch(asked)
         for segment in batch.segments:
             self._take_slot(session, segment.slot)
         hidden = self._import_hidden(batch.rows, tensors)
         output = self.stage.forward(batch, hidden)
         named = {"hidden": output.hidden, "logits": output.logits}
-        return frames.Output(), {name: tensor for name, tensor in named.items() if tensor is not None}
+        body = frames.Output(self._count_pages(), output.skipped_pages)
+        return body, {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def _import_hidden(self, rows: int, tensors: Tensors) -> torch.Tensor | None:
         wanted = {"hidden"} if self.terms.span.start else set()
@@ -196,7 +199,7 @@ class StageHost:
         parts = self.stage.capture(body.slot)
         exported = export_parts(parts, held.pages if held.id == body.since else {})
         session.held[body.slot] = Held(frame_id, pages_of(parts))
-        return frames.Captured(exported.entries), exported.tensors
+        return frames.Captured(exported.entries, self._count_pages()), exported.tensors
 
     def _prepare(self, session: Session, frame_id: int, body: frames.Prepare, tensors: Tensors) -> None:
         parts = import_parts(body.parts, tensors, {})

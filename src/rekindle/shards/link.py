@@ -112,7 +112,7 @@ def check_endpoint(endpoint: str, encrypted: bool) -> None:
         raise LinkRefused(f"{endpoint!r} is no link address: expected ipc://PATH or tcp://HOST:PORT")
     if not encrypted and not _is_loopback(host):
         raise LinkRefused(
-            f"{endpoint} leaves this host and the link has no keys: give --link-key on both ends (rekindle keygen)"
+            f"{endpoint} leaves this host and the link has no keys: give both ends keys (rekindle shard keygen)"
         )
 
 

@@ -23,6 +23,7 @@ from rekindle.shards.server import ShardServer
 log = logging.getLogger(__name__)
 
 READY = "rekindle-shard ready "
+_GONE = 0.5  # seconds in which a process whose connections broke is seen to have ended
 _GRACE = 5.0  # seconds between asking a shard to stop and making it stop
 
 # Runs in the child before the command: asks the kernel to kill it when the thread that started it ends (1 is
@@ -95,6 +96,11 @@ class ShardProcess:
             code = self._process.wait()
             raise StageLost(f"shard {self.command[0]!r} ended with status {code} before it was ready; see its output")
 
+    def has_ended(self, within: float) -> bool:
+        """Whether it has, or does within so many seconds: a dead process breaks its connections before it is gone."""
+        self._thread.join(within)
+        return not self._thread.is_alive()
+
     def stop(self) -> None:
         """Ask it to end, make it end, and wait until it has."""
         for sign in (signal.SIGTERM, signal.SIGKILL):
@@ -135,6 +141,34 @@ class ShardProcess:
                 else:
                     log.info("shard %d: %s", self.pid, line.rstrip())
         self._said.set()
+
+
+class ShardKeeper:
+    """A shard that this process starts, starts again after a loss, and stops."""
+
+    def __init__(self, command: list[str], endpoint: str, deadline: float) -> None:
+        self._command = command
+        self._endpoint = endpoint
+        self._deadline = deadline  # seconds from start to ready: a large span takes minutes to load
+        self._process: ShardProcess | None = start_shard(command, endpoint, deadline)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "a shard that was stopped has no process"
+        return self._process.pid
+
+    def is_running(self) -> bool:
+        return self._process is not None and not self._process.has_ended(_GONE)
+
+    def restart(self) -> None:
+        self.stop()
+        log.warning("shard %s is started again", self._endpoint)
+        self._process = start_shard(self._command, self._endpoint, self._deadline)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
 
 
 def serve_forever(server: ShardServer) -> None:

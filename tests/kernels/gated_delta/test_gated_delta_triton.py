@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rekindle.kernels.conv import naive as conv
 from rekindle.kernels.gated_delta import naive, triton
 from rekindle.kernels.norm import naive as norm
 from rekindle.spec import DeltaSpec
@@ -77,17 +78,46 @@ def test_nearly_equal_keys_without_decay_stay_exact(make_ragged, dtype):
     assert _error(states, expected_states) < 1e-4
 
 
-def test_the_fused_norm_is_the_norm_of_the_step(make_ragged):
+@pytest.mark.parametrize("spec", [TWICE, THRICE])
+def test_a_decode_step_is_convolution_then_recurrence_then_norm(make_ragged, spec):
     torch.manual_seed(3)
-    inputs = _inputs(3, TWICE)
-    states = _states(3, TWICE)
-    expected_states = states.clone()
-    z, weight = torch.randn(3, TWICE.inner), torch.randn(TWICE.value_dim)
+    _, a, b, decay, dt_bias = _inputs(3, spec)
+    states, windows = _states(3, spec), torch.randn(3, spec.conv_width - 1, spec.conv_channels)
+    taps = torch.randn(spec.conv_channels, spec.conv_width)
+    z, weight = torch.randn(3, spec.inner), torch.randn(spec.value_dim)
+    expected_states, expected_windows = states.clone(), windows.clone()
     ragged = make_ragged([(2, 5, 1), (0, 9, 1), (1, 0, 1)])
-    out = triton.gated_delta_norm(*inputs, states, ragged, TWICE, z, weight, 1e-6)
-    step = naive.gated_delta(*inputs, expected_states, ragged, TWICE)
-    torch.testing.assert_close(out, norm.gated_rms_norm(step, z, weight, 1e-6), atol=1e-5, rtol=1e-4)
+    for _ in range(4):  # longer than the window
+        inputs = torch.randn(3, spec.conv_channels + 2)[:, : spec.conv_channels]
+        out = triton.gated_delta_step(
+            inputs, taps, windows, a, b, decay, dt_bias, states, ragged, spec, z, weight, 1e-6
+        )
+        mixed = conv.conv_silu(inputs, taps, expected_windows, ragged)
+        step = naive.gated_delta(mixed, a, b, decay, dt_bias, expected_states, ragged, spec)
+        torch.testing.assert_close(out, norm.gated_rms_norm(step, z, weight, 1e-6), atol=1e-5, rtol=1e-4)
+        assert torch.equal(windows, expected_windows)
     torch.testing.assert_close(states, expected_states, atol=1e-5, rtol=1e-4)
+
+
+def test_padded_rows_that_share_a_slot_leave_the_others_alone(make_ragged):
+    torch.manual_seed(5)
+    _, a, b, decay, dt_bias = _inputs(4, THRICE)
+    inputs, z = torch.randn(4, THRICE.conv_channels), torch.randn(4, THRICE.inner)
+    taps, weight = torch.randn(THRICE.conv_channels, 4), torch.randn(THRICE.value_dim)
+    states, windows = _states(2, THRICE), torch.randn(2, 3, THRICE.conv_channels)
+
+    def step(rows, states, windows):
+        ragged = make_ragged([(0, 5, 1), (1, 0, 1), (1, 0, 1), (1, 0, 1)][:rows])
+        parts = (x[:rows] for x in (a, b))
+        args = (inputs[:rows], taps, windows, *parts, decay, dt_bias, states, ragged, THRICE, z[:rows], weight, 1e-6)
+        return triton.gated_delta_step(*args)
+
+    for _ in range(3):
+        alone_states, alone_windows = states.clone(), windows.clone()
+        alone = step(1, alone_states, alone_windows)
+        assert torch.equal(step(4, states, windows)[:1], alone)
+        assert torch.equal(states[0], alone_states[0])
+        assert torch.equal(windows[0], alone_windows[0])
 
 
 @pytest.mark.parametrize("spec", [TWICE, THRICE])

@@ -19,6 +19,7 @@ from rekindle.kernels.ragged import Ragged
 from rekindle.spec import PAGE
 
 PROGRAMS = 264  # programs that fill the device: two for each of the 132 multiprocessors of the largest card in mind
+WIDE = 128  # flat rows from which a program has a multiprocessor to itself: a second wave would only add parts to merge
 FEW = 16  # rows of a block to verify: up to here keys are read for few queries, and bandwidth decides
 LEAST = 4  # tiles a split takes at least; below that merging costs more than it saves
 
@@ -111,7 +112,9 @@ def _launch(
     tile_rows, tile_keys, warps, stages = _tiles(longest * group, q)
     tiles = triton.cdiv(longest * group, tile_rows)
     most = triton.cdiv(tables.shape[1] * PAGE, LEAST * tile_keys)  # splits that could have work
-    splits = max(1, min(PROGRAMS // (tiles * kv_heads * busy), most, 256))
+    programs = PROGRAMS // 2 if tile_rows >= WIDE else PROGRAMS
+    splits = max(1, min(programs // (tiles * kv_heads * busy), most, 256))
+    single = longest == 1 and busy == segments
     split = splits > 1
     parts = (
         torch.empty((splits, segments * longest, heads, dim), dtype=torch.float32, device=q.device) if split else out
@@ -122,7 +125,7 @@ def _launch(
         tables.stride(0), tables.shape[1], q.stride(0), q.stride(1),
         0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), shortest, longest, splits,
         scale * 1.4426950408889634,
-        SPLIT=split, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=tile_keys, PAGE=PAGE,
+        SPLIT=split, SINGLE=single, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=tile_keys, PAGE=PAGE,
         LEAST=LEAST, PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if split:
@@ -131,7 +134,7 @@ def _launch(
             parts, part_lse, out, lse, gate, starts, row_positions, tables.shape[1],
             0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), shortest, longest, splits,
             HEADS=heads, DIM=dim, COLUMNS=columns, BLOCK=32, TILE_KEYS=tile_keys, PAGE=PAGE, LEAST=LEAST,
-            LISTED=page_positions is not None, num_warps=4,
+            LISTED=page_positions is not None, SINGLE=single, num_warps=4,
         )  # fmt: skip
 
 
@@ -153,19 +156,30 @@ def _share(keys, splits, TILE_KEYS: tl.constexpr, LEAST: tl.constexpr):
     return tl.maximum(tl.cdiv(tl.cdiv(keys, TILE_KEYS), splits), LEAST)
 
 
+@triton.jit
+def _bounds(starts, segment, SINGLE: tl.constexpr):
+    """First row and rows of a segment; where all are single rows, without a trip to memory."""
+    if SINGLE:
+        start = segment
+        length = 1
+    else:
+        start = tl.load(starts + segment)
+        length = tl.load(starts + segment + 1) - start
+    return start, length
+
+
 @triton.jit(do_not_specialize=["table_row", "table_pages", "shortest", "longest", "splits"])
 def _attend_kernel(
     q, kv, tables, page_positions, starts, row_positions, out, lse, gate,
     table_row, table_pages, q_row, q_head, gate_row, gate_head, shortest, longest, splits, scale,
-    SPLIT: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr, SINGLE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head, segment = tl.program_id(1), tl.program_id(2)
     split = tl.program_id(0) % splits
     # the last tiles see the most keys: start them first
     tile = tl.num_programs(0) // splits - 1 - tl.program_id(0) // splits
-    start = tl.load(starts + segment)
-    length = tl.load(starts + segment + 1) - start
+    start, length = _bounds(starts, segment, SINGLE)
     if (length < shortest) | (length > longest) | (tile * TILE_ROWS >= length * GROUP):
         return
     flat = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -173,6 +187,8 @@ def _attend_kernel(
     row = (start + flat // GROUP).to(tl.int64)
     head = kv_head * GROUP + flat % GROUP
     position = tl.load(row_positions + row, mask=live, other=-1)
+    d = tl.arange(0, DIM)
+    queries = tl.load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None], other=0.0)
     highest = tl.max(position, axis=0)
     if page_positions is None:
         lowest = tl.load(row_positions + start + tile * TILE_ROWS // GROUP)
@@ -189,8 +205,6 @@ def _attend_kernel(
         if first * TILE_KEYS >= whole:
             return
         last = tl.minimum(last, first + share)
-    d = tl.arange(0, DIM)
-    queries = tl.load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None], other=0.0)
     top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, DIM], tl.float32)
@@ -249,12 +263,11 @@ def _attend_kernel(
 def _merge_kernel(
     parts, part_lse, out, lse, gate, starts, row_positions, table_pages, gate_row, gate_head,
     shortest, longest, splits, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, LISTED: tl.constexpr,
+    TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, LISTED: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     segment, local = tl.program_id(2) // longest, tl.program_id(2) % longest
-    start = tl.load(starts + segment)
-    length = tl.load(starts + segment + 1) - start
+    start, length = _bounds(starts, segment, SINGLE)
     if (length < shortest) | (length > longest) | (local >= length):
         return
     row = (start + local).to(tl.int64)
@@ -262,6 +275,8 @@ def _merge_kernel(
     share = _share(whole, splits, TILE_KEYS, LEAST)
     worked = tl.cdiv(tl.cdiv(whole, TILE_KEYS), share)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    if gate is not None:
+        opening = tl.sigmoid(tl.load(gate + row * gate_row + head * gate_head + j).to(tl.float32))
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([COLUMNS], tl.float32)
@@ -279,7 +294,7 @@ def _merge_kernel(
         top = new_top
     acc = acc / tl.where(total > 0.0, total, 1.0)
     if gate is not None:
-        acc = acc * tl.sigmoid(tl.load(gate + row * gate_row + head * gate_head + j).to(tl.float32))
+        acc = acc * opening
     tl.store(out + (row * HEADS + head) * DIM + j, acc.to(out.dtype.element_ty))
     if lse is not None:  # noqa: SIM102  decided at compile time; the inner one on the device
         if tl.program_id(0) == 0:

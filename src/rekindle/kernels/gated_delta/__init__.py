@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from rekindle.kernels.conv import conv_silu
 from rekindle.kernels.gated_delta import chunked, naive
 from rekindle.kernels.gated_delta.naive import DeltaRows
 from rekindle.kernels.norm import gated_rms_norm
@@ -42,8 +43,10 @@ def gated_delta(
     return out
 
 
-def gated_delta_norm(
-    mixed: Tensor,
+def gated_delta_step(
+    inputs: Tensor,
+    taps: Tensor,
+    windows: Tensor,
     a: Tensor,
     b: Tensor,
     decay: Tensor,
@@ -55,11 +58,17 @@ def gated_delta_norm(
     weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """gated_rms_norm(gated_delta(…), z, weight, eps) -> [rows, inner]; on a GPU, single rows take one launch."""
-    if mixed.is_cuda and ragged.decodes:
+    """gated_rms_norm(gated_delta(conv_silu(inputs, taps, windows), …), z, weight, eps) -> [rows, inner].
+
+    On a GPU single rows take one launch where the convolution has the usual four taps.
+    """
+    if inputs.is_cuda and ragged.decodes and spec.conv_width == 4:
         from rekindle.kernels.gated_delta import triton
 
-        return triton.gated_delta_norm(mixed, a, b, decay, dt_bias, states, ragged, spec, z, weight, eps)
+        return triton.gated_delta_step(
+            inputs, taps, windows, a, b, decay, dt_bias, states, ragged, spec, z, weight, eps
+        )
+    mixed = conv_silu(inputs, taps, windows, ragged)
     return gated_rms_norm(gated_delta(mixed, a, b, decay, dt_bias, states, ragged, spec), z, weight, eps)
 
 
@@ -93,4 +102,4 @@ def replay_rows(state: Tensor, k: Tensor, delta: Tensor, g: Tensor, count: int) 
     return naive.replay_rows(state, k, delta, g, count)
 
 
-__all__ = ["DeltaRows", "gated_delta", "gated_delta_norm", "gated_delta_rows", "replay_rows"]
+__all__ = ["DeltaRows", "gated_delta", "gated_delta_rows", "gated_delta_step", "replay_rows"]

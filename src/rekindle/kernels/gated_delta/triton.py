@@ -1,7 +1,8 @@
 """The gated delta rule on a GPU.
 
-Single rows and blocks to verify run the recurrence with the state of one value head in registers. Longer segments run
-sub-chunks of CHUNK rows in two launches:
+A decode step is one launch: convolution, recurrence and gated norm, one program per value head with its state in
+registers. Blocks to verify run the same recurrence row by row. Longer segments run sub-chunks of CHUNK rows in two
+launches:
   prepare  parallel over sub-chunks and heads: T = (I + A)⁻¹, the mixing matrix M, the factors of every row;
   pass     one program per head and run of value columns walks the sub-chunks with the state S in registers:
              δ = T (β v − β e^b r_k (K S));  o = e^b r_q (Q S) + M δ;  S ← e^(b_last) S + Kᵀ (e^(b_last − b) r_k δ)
@@ -18,14 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch.utils.weak import WeakTensorKeyDictionary
+
 from rekindle.kernels.device import is_roomy
 from rekindle.kernels.gated_delta.naive import DeltaRows
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import DeltaSpec
 
 CHUNK = 64
-STEP = (32, 4)  # value columns of a head and warps of one program of the recurrence
-NORMED_WARPS = 8  # where the norm is fused, a program holds a whole head
+WIDTH = 4  # of the convolution that a decode step can take along
+STEP_WARPS = 4  # of a program of the decode step, which holds a whole head; more than a head has values are no use
+ROWS = (32, 1)  # value columns of a head and warps of one program of the recurrence over rows
 PASS = (32, 4, 2)  # value columns, warps and pipeline stages of one program of the pass
 PASS_SMALL = (32, 4, 1)  # the same with little shared memory
 
@@ -48,8 +52,10 @@ def gated_delta(
     return out
 
 
-def gated_delta_norm(
-    mixed: Tensor,
+def gated_delta_step(
+    inputs: Tensor,
+    taps: Tensor,
+    windows: Tensor,
     a: Tensor,
     b: Tensor,
     decay: Tensor,
@@ -61,11 +67,133 @@ def gated_delta_norm(
     weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """Single rows only: the recurrent step and the gated norm behind it in one launch."""
-    assert ragged.decodes, "longer segments take gated_delta and gated_rms_norm"
-    out = torch.empty((mixed.shape[0], spec.inner), dtype=z.dtype, device=z.device)
-    _run_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, out, norm=(z, weight, eps))
+    """Single rows only: convolution, recurrent step and gated norm in one launch -> [rows, inner]."""
+    assert ragged.decodes, "longer segments take the parts one by one"
+    assert spec.conv_width == WIDTH, f"the step takes along a convolution of {WIDTH} taps, not {spec.conv_width}"
+    assert all((taps.is_contiguous(), windows.is_contiguous(), z.stride(1) == 1)), "channels lie side by side"
+    _check(inputs, a, b, states, spec)
+    out = torch.empty((inputs.shape[0], spec.inner), dtype=z.dtype, device=z.device)
+    _step_kernel[(spec.value_heads, ragged.segments)](
+        inputs, taps, windows, a, b, decay, dt_bias, states, out, z, weight, ragged.slots,
+        _arrivals(windows, spec), inputs.stride(0), a.stride(0), b.stride(0), z.stride(0), spec.key_dim**-0.5, eps,
+        KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, DK=spec.key_dim, DV=spec.value_dim,
+        num_warps=STEP_WARPS,
+    )  # fmt: skip
     return out
+
+
+_counters = WeakTensorKeyDictionary()
+
+
+def _arrivals(windows: Tensor, spec: DeltaSpec) -> Tensor:
+    """Zeros [slots, key_heads] that live as long as the windows: who of a key head's programs comes last."""
+    counters = _counters.get(windows)
+    if counters is None:
+        counters = torch.zeros((windows.shape[0], spec.key_heads), dtype=torch.int32, device=windows.device)
+        _counters[windows] = counters
+    assert isinstance(counters, Tensor), "one tensor of counters for every tensor of windows"
+    return counters
+
+
+@triton.jit
+def _step_kernel(
+    inputs, taps, windows, a, b, decay, dt_bias, states, out, z, weight, slots, arrivals,
+    input_row, a_row, b_row, z_row, scale, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    key_head = head % KEY_HEADS
+    keys: tl.constexpr = KEY_HEADS * DK
+    channels: tl.constexpr = 2 * keys + VALUE_HEADS * DV
+    sharers: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    i, j = tl.arange(0, DK), tl.arange(0, DV)
+    slot = tl.load(slots + row).to(tl.int64)
+    raw_a, raw_b = tl.load(a + row * a_row + head), tl.load(b + row * b_row + head)
+    head_decay, head_bias = tl.load(decay + head), tl.load(dt_bias + head)
+    gate = tl.load(z + row * z_row + head * DV + j)
+    norm_weight = tl.load(weight + j)
+    # Everything is asked for before anything is used, or every barrier in between would cost a trip to memory; and the
+    # state, which is large, first: a barrier keeps the compiler from putting that off.
+    at = states + (slot * VALUE_HEADS + head) * DK * DV + i[:, None] * DV + j[None, :]
+    state = tl.load(at)
+    tl.debug_barrier()
+    window = windows + slot * 3 * channels
+    base = inputs + row * input_row
+    q_at, k_at, v_at = key_head * DK + i, keys + key_head * DK + i, 2 * keys + head * DV + j
+    q0, q1, q2, q_new = _read_window(base, window, q_at, channels)
+    k0, k1, k2, k_new = _read_window(base, window, k_at, channels)
+    v0, v1, v2, v_new = _read_window(base, window, v_at, channels)
+    q_taps, k_taps, v_taps = _read_taps(taps, q_at), _read_taps(taps, k_at), _read_taps(taps, v_at)
+    q = _convolved(q0, q1, q2, q_new, q_taps)
+    k = _convolved(k0, k1, k2, k_new, k_taps)
+    v = _convolved(v0, v1, v2, v_new, v_taps)
+    q = q * (1.0 / tl.sqrt(tl.sum(q * q, axis=0) + 1e-6)) * scale
+    k = k * (1.0 / tl.sqrt(tl.sum(k * k, axis=0) + 1e-6))
+    # Several value heads read one key head's windows; the last to have read them moves them on. The sums above needed
+    # every thread's reads, so the count itself need not wait for memory (the state is still on its way). It goes back
+    # by as much as it went up, so it ends at zero even where padded rows share a slot.
+    tl.debug_barrier()
+    counter = arrivals + slot * KEY_HEADS + key_head
+    if tl.atomic_add(counter, 1, sem="relaxed") % sharers == sharers - 1:
+        _write_window(window, q_at, channels, q1, q2, q_new)
+        _write_window(window, k_at, channels, k1, k2, k_new)
+        tl.atomic_add(counter, -sharers, sem="relaxed")
+    _write_window(window, v_at, channels, v1, v2, v_new)
+    g = _log_decay(raw_a, head_decay, head_bias)
+    beta = tl.sigmoid(raw_b.to(tl.float32))
+    forget = tl.exp(g)
+    delta, o = _step_outputs(state, q, k, v, beta, forget)
+    tl.store(at, _step_state(state, k, delta, forget))
+    norm = 1.0 / tl.sqrt(tl.sum(o * o, axis=0) / DV + eps)
+    gate = gate.to(tl.float32)
+    o = o * norm * (norm_weight.to(tl.float32) * gate * tl.sigmoid(gate))
+    tl.store(out + (row * VALUE_HEADS + head) * DV + j, o.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _read_window(base, window, channel, channels: tl.constexpr):
+    """The window's rows, oldest first, and the new row."""
+    return (
+        tl.load(window + channel),
+        tl.load(window + channels + channel),
+        tl.load(window + 2 * channels + channel),
+        tl.load(base + channel),
+    )
+
+
+@triton.jit
+def _read_taps(taps, channel):
+    return (
+        tl.load(taps + channel * 4),
+        tl.load(taps + channel * 4 + 1),
+        tl.load(taps + channel * 4 + 2),
+        tl.load(taps + channel * 4 + 3),
+    )
+
+
+@triton.jit
+def _convolved(row0, row1, row2, new, taps):
+    """silu of the convolution, rounded to the type of the rows as the convolution by itself leaves it."""
+    total = row0 * taps[0].to(tl.float32) + row1 * taps[1].to(tl.float32) + row2 * taps[2].to(tl.float32)
+    total += new.to(tl.float32) * taps[3].to(tl.float32)
+    return (total * tl.sigmoid(total)).to(new.dtype).to(tl.float32)
+
+
+@triton.jit
+def _write_window(window, channel, channels: tl.constexpr, row1, row2, new):
+    tl.store(window + channel, row1)
+    tl.store(window + channels + channel, row2)
+    tl.store(window + 2 * channels + channel, new.to(tl.float32))
+
+
+@triton.jit
+def _step_outputs(state, q, k, v, beta, forget):
+    """(δ, o) from the state before the step: o = Sᵀq after it is e^g · Sᵀq before it + δ (k · q), so both readings of
+    the state are one reduction."""
+    read = tl.sum(state * k[:, None], axis=0)
+    asked = tl.sum(state * q[:, None], axis=0)
+    delta = beta * (v - forget * read)
+    return delta, forget * asked + delta * tl.sum(q * k, axis=0)
 
 
 def gated_delta_rows(
@@ -101,20 +229,16 @@ def _run_rows(
     out: Tensor,
     *,
     saved: DeltaRows | None = None,
-    norm: tuple[Tensor, Tensor, float] | None = None,
     only_single: bool = False,
 ) -> None:
     _check(mixed, a, b, states, spec)
-    # small programs keep more loads in flight; the norm needs a head's values together
-    columns, warps = (spec.value_dim, NORMED_WARPS) if norm is not None else (min(STEP[0], spec.value_dim), STEP[1])
-    z, weight, eps = norm if norm is not None else (mixed, decay, 0.0)
+    columns, warps = min(ROWS[0], spec.value_dim), ROWS[1]
     k_rows, delta_rows, g_rows = saved if saved is not None else (decay, decay, decay)
     _rows_kernel[(spec.value_dim // columns, spec.value_heads, ragged.segments)](
-        mixed, a, b, decay, dt_bias, states, out, z, weight, k_rows, delta_rows, g_rows, ragged.starts, ragged.slots,
-        mixed.stride(0), a.stride(0), b.stride(0), z.stride(0), spec.key_dim**-0.5, eps,
+        mixed, a, b, decay, dt_bias, states, out, k_rows, delta_rows, g_rows, ragged.starts, ragged.slots,
+        mixed.stride(0), a.stride(0), b.stride(0), spec.key_dim**-0.5,
         KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, DK=spec.key_dim, DV=spec.value_dim, COLUMNS=columns,
-        SAVED=saved is not None, NORMED=norm is not None, ONLY_SINGLE=only_single,
-        num_warps=warps,
+        SAVED=saved is not None, ONLY_SINGLE=only_single, num_warps=warps,
     )  # fmt: skip
 
 
@@ -140,10 +264,10 @@ def _step_state(state, k, delta, forget):
 
 @triton.jit
 def _rows_kernel(
-    mixed, a, b, decay, dt_bias, states, out, z, weight, k_rows, delta_rows, g_rows, starts, slots,
-    mixed_row, a_row, b_row, z_row, scale, eps,
+    mixed, a, b, decay, dt_bias, states, out, k_rows, delta_rows, g_rows, starts, slots,
+    mixed_row, a_row, b_row, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
-    SAVED: tl.constexpr, NORMED: tl.constexpr, ONLY_SINGLE: tl.constexpr,
+    SAVED: tl.constexpr, ONLY_SINGLE: tl.constexpr,
 ):  # fmt: skip
     head, segment = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + segment).to(tl.int64)
@@ -168,13 +292,8 @@ def _rows_kernel(
         g = _log_decay(tl.load(a + row * a_row + head), head_decay, head_bias)
         beta = tl.sigmoid(tl.load(b + row * b_row + head).to(tl.float32))
         forget = tl.exp(g)
-        delta = beta * (v - forget * tl.sum(state * k[:, None], axis=0))
+        delta, o = _step_outputs(state, q, k, v, beta, forget)
         state = _step_state(state, k, delta, forget)
-        o = tl.sum(state * q[:, None], axis=0)
-        if NORMED:
-            norm = 1.0 / tl.sqrt(tl.sum(o * o, axis=0) / DV + eps)
-            gate = tl.load(z + row * z_row + head * DV + j).to(tl.float32)
-            o = o * norm * tl.load(weight + j).to(tl.float32) * gate * tl.sigmoid(gate)
         tl.store(out + (row * VALUE_HEADS + head) * DV + j, o.to(out.dtype.element_ty))
         if SAVED:
             tl.store(delta_rows + (row * VALUE_HEADS + head) * DV + j, delta)

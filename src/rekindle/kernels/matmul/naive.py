@@ -9,7 +9,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 from torch.nn.functional import silu
 
-from rekindle.kernels.matmul.packing import TABLE
+from rekindle.kernels.matmul.packing import GROUPED, TABLE
 from rekindle.kernels.matmul.types import Packed
 
 
@@ -56,15 +56,32 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 def _codes(packed: Packed) -> Tensor:
     """The codes as int32 [rows, blocks, 32]."""
+    if packed.type in GROUPED:
+        return _grouped_codes(packed)
     fields, width = (4, 8) if packed.type == "Q8_0" else (8, 4)
     j = torch.arange(fields, device=packed.codes.device)[:, None]
     codes = packed.codes[..., None, :] >> j * width & (1 << width) - 1  # [rows, blocks, j, i]
     if packed.high is not None:
-        i = torch.arange(4, device=packed.codes.device)
-        sixth = packed.high.dtype == torch.int64
-        place = 32 * (i // 2) + 4 * j + 2 * (i % 2) if sixth else 4 * j + i
-        codes = codes | (packed.high[..., None, None] >> place & (3 if sixth else 1)).to(codes.dtype) << 4
+        place = 4 * j + torch.arange(4, device=packed.codes.device)
+        codes = codes | (packed.high[..., None, None] >> place & 1) << 4
     return codes.flatten(-2)
+
+
+def _grouped_codes(packed: Packed) -> Tensor:
+    groups = packed.codes.view(packed.rows, -1, 4, 4)  # [rows, groups, t, i]
+    i = torch.arange(4, device=packed.codes.device)
+    codes = []
+    for weight in range(32):
+        s, t, u, h = weight // 16, weight % 16 // 4, weight % 4 // 2, weight % 2
+        f = 2 * s + u
+        code = groups[:, :, t] >> 16 * h + 4 * f & 15  # [rows, groups, i]
+        if packed.high is not None:
+            six = packed.high.dtype == torch.int64
+            place = 32 * (i // 2) + 16 * h + 8 * (i % 2) + 2 * f if six else 16 * h + 4 * i + f
+            entry = packed.high.view(packed.rows, -1, 4)[:, :, t, None]
+            code = code | (entry >> place & (3 if six else 1)).to(code.dtype) << 4
+        codes.append(code)
+    return torch.stack(codes, dim=-1).view(packed.rows, -1, 32)
 
 
 def _looked_up(codes: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor
 from rekindle.kernels.matmul.types import Packed
 
 BLOCK = 32
+GROUPED = ("Q4_K", "Q5_K", "Q6_K")  # the types whose blocks lie interleaved by fours, as the matrix units take them
 SLAB = 1 << 27  # weights unpacked at a time: one byte each, and a few temporaries of the same order
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # values of IQ4 codes
 
@@ -54,7 +55,8 @@ def pack(raw: Tensor, type: str, columns: int) -> Packed:
     assert columns % form.weights == 0, f"{type} rows come in blocks of {form.weights}, not {columns} columns"
     assert row_bytes == columns // form.weights * form.nbytes, f"{type}: {row_bytes} bytes for {columns} columns"
     step = max(1, SLAB // columns)
-    slabs = [_pack_slab(raw[at : at + step], form, columns // BLOCK) for at in range(0, rows, step)]
+    to_words = _pack_groups if type in GROUPED else _pack_codes
+    slabs = [_pack_slab(raw[at : at + step], form, columns // BLOCK, to_words) for at in range(0, rows, step)]
     planes = [None if slab[0] is None else torch.cat(slab) for slab in zip(*slabs, strict=True)]
     codes, high, scales, supers = planes
     assert codes is not None, "codes are there for every type"
@@ -76,10 +78,12 @@ def join(parts: list[Packed]) -> Packed:
     return Packed(first.type, sum(p.rows for p in parts), first.columns, codes, high, scales, supers)
 
 
-def _pack_slab(raw: Tensor, form: Format, blocks: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+def _pack_slab(
+    raw: Tensor, form: Format, blocks: int, to_words: Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     rows = raw.shape[0]
     parts = form.split(raw.reshape(-1, form.nbytes))
-    codes, high = _pack_codes(parts.codes, form.bits)
+    codes, high = to_words(parts.codes, form.bits)
     supers = None if parts.supers is None else parts.supers.view(rows, -1).contiguous()
     return (
         codes.view(rows, blocks, -1),
@@ -98,9 +102,20 @@ def _pack_codes(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
     if bits == 5:
         nibbles = rest[..., 0] | rest[..., 1] << 1 | rest[..., 2] << 2 | rest[..., 3] << 3
         return words, _fold(nibbles.view(-1, 8, 1), width=4).view(-1)
+    return words, None
+
+
+def _pack_groups(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
+    """The same for types that are grouped: `Packed` says what lies where."""
+    fields = codes.view(-1, 4, 2, 4, 2, 2)  # group, block i, s, t, u, h
+    words = _fold((fields & 15).permute(0, 5, 2, 4, 3, 1).reshape(-1, 8, 16), width=4)
+    rest = fields >> 4
+    if bits == 5:
+        return words, _fold(rest.permute(0, 5, 1, 2, 4, 3).reshape(-1, 32, 4), width=1).view(-1)
     if bits == 6:
-        nibbles = rest[..., 0::2] | rest[..., 1::2] << 2  # [n, 8, 2]: i = 0, 1 and i = 2, 3
-        return words, _fold(nibbles, width=4).view(torch.int64).view(-1)
+        pairs = rest.view(-1, 2, 2, 2, 4, 2, 2)  # group, pair of blocks, which of the pair, s, t, u, h
+        halves = _fold(pairs.permute(0, 6, 2, 3, 5, 4, 1).reshape(-1, 16, 8), width=2)
+        return words, halves.view(torch.int64).view(-1)
     return words, None
 
 

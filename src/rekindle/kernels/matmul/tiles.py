@@ -2,8 +2,8 @@
 
 A tile is [BB blocks, BN rows], blocks first: Triton then lays neighbouring threads along a row, whole blocks each.
 `blk` [BB, BN] holds the flat block numbers (row · blocks of a row + block), from which every plane is addressed. TYPE
-is the GGUF type; WORDS and FIELDS follow from it: a block is WORDS int32 words of FIELDS codes each, field j of word i
-being weight WORDS · j + i.
+is the GGUF type; WORDS and FIELDS follow from it: a block is WORDS int32 words of FIELDS codes each, and
+`weight_of` says which weight field j of word i is.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -27,6 +27,40 @@ def fields_of(type):
 @triton.constexpr_function
 def bits_of(type):
     return {"Q8_0": 8, "Q6_K": 6, "Q5_K": 5, "Q5_0": 5, "Q5_1": 5}.get(type, 4)
+
+
+@triton.constexpr_function
+def is_grouped(type):
+    return type in ("Q4_K", "Q5_K", "Q6_K")
+
+
+@triton.constexpr_function
+def step_of(type):
+    """How far apart field j of neighbouring words is in x."""
+    return 4 if is_grouped(type) else 1
+
+
+@triton.constexpr_function
+def first_of(type, j):
+    """Which weight of the block field j of word 0 is."""
+    if is_grouped(type):
+        return 16 * (j % 4 // 2) + 2 * (j % 2) + j // 4
+    return words_of(type) * j
+
+
+@triton.constexpr_function
+def in_second_half(type, j):
+    """Field j of every word is in the second half of the block, which has its own scale in Q6_K."""
+    return type == "Q6_K" and j % 4 >= 2
+
+
+@triton.constexpr_function
+def upper_shift(type, j):
+    """Left shift that takes the upper bits of field j to right above the nibble where `place_of` puts it."""
+    target = place_of(type, j)[1] + 4
+    if is_grouped(type):
+        return target - (16 * (j // 4) + (bits_of(type) - 4) * (j % 4))
+    return target - 4 * j
 
 
 @triton.constexpr_function
@@ -88,8 +122,8 @@ def codes_at(words, above, nought, j: tl.constexpr, TYPE: tl.constexpr):
     low: tl.constexpr = 8 if bits_of(TYPE) == 8 else 4
     bits = ((words >> shift) & field_mask(place, low)) | (lifted(place) + nought)
     if bits_of(TYPE) == 5 or bits_of(TYPE) == 6:
-        # `above` holds the upper bits of field j at bit 4 · j; they belong right above the nibble.
-        lined_up = (above << 4) if shift == 0 else (above >> (shift - 4))
+        left: tl.constexpr = upper_shift(TYPE, j)
+        lined_up = (above << left) if left >= 0 else (above >> -left)
         bits = bits ^ (lined_up & field_mask(place + 4, bits_of(TYPE) - 4))  # an or here would be torn apart
     return bits.to(tl.float32, bitcast=True) - lifted_value(place, zero_of(TYPE))
 
@@ -114,13 +148,22 @@ def load_words(codes, high, blk, mask, TYPE: tl.constexpr, MASKED: tl.constexpr)
     """The words of the blocks [BB, BN, WORDS], and the upper bits per word (or the words again, unused)."""
     WORDS: tl.constexpr = words_of(TYPE)
     i = tl.arange(0, WORDS)
-    words = read((codes + blk * WORDS)[:, :, None] + i[None, None, :], mask[:, :, None], MASKED)
-    above = words
-    if bits_of(TYPE) == 5:
-        above = read(high + blk, mask, MASKED)[:, :, None] >> i[None, None, :]
-    if bits_of(TYPE) == 6:
-        places = (32 * (i // 2) + 2 * (i % 2)).to(tl.int64)
-        above = (read(high + blk, mask, MASKED)[:, :, None] >> places[None, None, :]).to(tl.int32)
+    if is_grouped(TYPE):
+        first = blk // 4 * 4  # the group's entry 0 of the plane `high`
+        which = blk % 4
+        words = read((codes + first * 4 + which)[:, :, None] + 4 * i[None, None, :], mask[:, :, None], MASKED)
+        above = words
+        if bits_of(TYPE) > 4:
+            above = read((high + first)[:, :, None] + i[None, None, :], mask[:, :, None], MASKED)
+        if bits_of(TYPE) == 5:
+            above = above >> (4 * which)[:, :, None].to(tl.int32)
+        if bits_of(TYPE) == 6:
+            above = (above >> (32 * (which // 2) + 8 * (which % 2))[:, :, None].to(tl.int64)).to(tl.int32)
+    else:
+        words = read((codes + blk * WORDS)[:, :, None] + i[None, None, :], mask[:, :, None], MASKED)
+        above = words
+        if bits_of(TYPE) == 5:
+            above = read(high + blk, mask, MASKED)[:, :, None] >> i[None, None, :]
     return words, above
 
 
@@ -167,17 +210,17 @@ def dot_blocks(x, codes, high, scales, supers, b, b_mask, blk, mask, nought, TYP
     FIELDS: tl.constexpr = fields_of(TYPE)
     words, above = load_words(codes, high, blk, mask, TYPE, MASKED)
     a, a2, c = load_scales(scales, supers, blk, mask, TYPE, MASKED)
-    p_x = x + b[:, None] * 32 + tl.arange(0, WORDS)[None, :]  # [BB, WORDS]
+    p_x = x + b[:, None] * 32 + step_of(TYPE) * tl.arange(0, WORDS)[None, :]  # [BB, WORDS]
     x_sum = tl.zeros([b.shape[0], WORDS], tl.float32)
     first = tl.zeros([b.shape[0], blk.shape[1], WORDS], tl.float32)
     second = first
     for j in tl.static_range(FIELDS):
         if MASKED:
-            x_j = tl.load(p_x + WORDS * j, b_mask[:, None], other=0.0, eviction_policy="evict_last").to(tl.float32)
+            x_j = tl.load(p_x + first_of(TYPE, j), b_mask[:, None], other=0.0, eviction_policy="evict_last").to(tl.float32)
         else:
-            x_j = tl.load(p_x + WORDS * j, eviction_policy="evict_last").to(tl.float32)
+            x_j = tl.load(p_x + first_of(TYPE, j), eviction_policy="evict_last").to(tl.float32)
         q = codes_at(words, above, nought, j, TYPE)
-        if TYPE == "Q6_K" and j >= FIELDS // 2:
+        if in_second_half(TYPE, j):
             second += q * x_j[:, None, :]
         else:
             first += q * x_j[:, None, :]
@@ -195,7 +238,7 @@ def dot_blocks(x, codes, high, scales, supers, b, b_mask, blk, mask, nought, TYP
 def weights_at(words, above, a, a2, c, nought, j: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
     """Field j of every word as the weight itself: [BB, BN, WORDS] in DTYPE."""
     q = codes_at(words, above, nought, j, TYPE)
-    if TYPE == "Q6_K" and j >= 4:
+    if in_second_half(TYPE, j):
         value = q * a2[:, :, None]
     elif has_minimum(TYPE):
         value = q * a[:, :, None] + c[:, :, None]
@@ -227,7 +270,11 @@ def load_weights(
         v7 = weights_at(words, above, a, a2, c, nought, 7, TYPE, DTYPE)
         even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
         odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
-        return tl.permute(tl.join(even, odd), (1, 0, 3, 4, 5, 2)).reshape(BN, BB * 32)
+        joined = tl.join(even, odd)  # [BB, BN, i, upper, middle, lower bit of j]
+        if is_grouped(TYPE):
+            return tl.permute(joined, (1, 0, 4, 2, 5, 3)).reshape(BN, BB * 32)  # j is h, s, u; the order is s, i, u, h
+        else:
+            return tl.permute(joined, (1, 0, 3, 4, 5, 2)).reshape(BN, BB * 32)
 
 
 @triton.jit

@@ -14,8 +14,15 @@ class Packed:
     codes   int32 [rows, blocks, words]   4 words with 8 nibbles each, nibble j of word i is weight 4·j + i;
                                           for 8-bit codes 8 words with 4 bytes each, byte j of word i is weight 8·j + i
     high    int32 [rows, blocks]          5-bit codes: bit 4·j + i is the fifth bit of weight 4·j + i
-            int64 [rows, blocks]          6-bit codes: bits 32·(i // 2) + 4·j + 2·(i % 2) and the next, likewise
     scales  one entry per block, supers   one entry per 8 blocks, as `packing` lists per type
+
+    Grouped types (`packing.GROUPED`) interleave four blocks i = 0 … 3: thread t of the four that share a row in a
+    matrix instruction then finds its weights of all four in one piece. Weight 16·s + 4·t + 2·u + h of a block
+    (s, u, h < 2) is
+
+    codes   the nibble at bit 16·h + 4·f, with f = 2·s + u, of word 4·t + i of the group's 16
+    high    5-bit codes, int32: bit 16·h + 4·i + f of the group's entry t
+            6-bit codes, int64: bits 32·(i // 2) + 16·h + 8·(i % 2) + 2·f and the next of the group's entry t
     """
 
     type: str

@@ -41,6 +41,7 @@ def _norm_kernel(
     at = tl.arange(0, BLOCK)
     inside = at < n
     value = tl.load(x + row * x_row + at, mask=inside, other=0.0)
+    factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)  # asked for now, not behind the reduction
     if ADDED:
         other = tl.load(y + row * y_row + at, mask=inside, other=0.0)
         # rounded to the type of the stream before the norm, as the definition has it
@@ -48,7 +49,7 @@ def _norm_kernel(
         tl.store(total + row * n + at, value, mask=inside)
     wide = value.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / n + eps)
-    normed = wide * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    normed = wide * scale * factor
     tl.store(out + row * n + at, normed.to(out.dtype.element_ty), mask=inside)
 
 
@@ -71,6 +72,7 @@ def _gated_kernel(o, z, weight, out, z_row, heads, dim, eps, HEADS: tl.constexpr
     at = head[:, None] * dim + lane[None, :]
     value = tl.load(o + row * heads * dim + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(z + row * z_row + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + lane, mask=lane < dim, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / dim + eps)
-    normed = value * scale[:, None] * tl.load(weight + lane, mask=lane < dim, other=0.0).to(tl.float32)[None, :]
+    normed = value * scale[:, None] * factor[None, :]
     tl.store(out + row * heads * dim + at, (normed * gate * tl.sigmoid(gate)).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,5 @@
+"""`python -m rekindle.cli`."""
+
+from rekindle.cli import main
+
+main()

@@ -1,0 +1,364 @@
+"""Pieces that multiply grouped planes in NVIDIA's matrix units, written thread by thread.
+
+Every tensor here is [1 or NT, 32 · warps]: one element per thread and tile of eight columns, so that an element is a
+register and a warp instruction can be issued from inline assembly. A warp multiplies 16 rows of the matrix by 8 · NT
+rows of x; thread 4 · g + t of it holds matrix rows g and g + 8 and row g of each eight of x, and of the products the
+columns 2 · t and 2 · t + 1 (the register order of mma.m16n8k16).
+
+A code q enters as the bfloat16 number 128 + q, which is one or-instruction for two codes. What the 128 adds, and the
+minima of the types that have them, are taken off by way of −128 · Σ x over the block, which the matrix unit gives too.
+One step is 256 columns: 8 blocks, one entry of `supers`.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rekindle.kernels.matmul.packing import GROUPED
+from rekindle.kernels.matmul.tiles import bits_of, half_at, has_minimum, zero_of
+
+
+def available(x: Tensor) -> bool:
+    """The card runs these instructions, and x is of the type they take."""
+    return x.is_cuda and torch.version.hip is None and x.dtype == torch.bfloat16 and _has_units(x.device)
+
+
+def takes(type: str) -> bool:
+    return type in GROUPED
+
+
+def _has_units(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@triton.constexpr_function
+def lift_of(type):
+    """Two bfloat16 numbers −(128 + zero): −128 is 0xC300, −160 is 0xC320, as a signed 32-bit number."""
+    half = 0xC300 + zero_of(type)
+    return (half << 16 | half) - (1 << 32)
+
+
+@triton.jit
+def load_four(p, live):
+    """16 bytes at p as four registers, any bits where not live; they pass the cache once."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred go;
+            setp.ne.b32 go, $5, 0;
+            @go ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];
+        }
+        """,
+        "=&r,=&r,=&r,=&r,l,r",
+        [p.to(tl.int64), live],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def load_two(address):
+    """8 bytes as two registers."""
+    return tl.inline_asm_elementwise(
+        "ld.global.v2.b32 {$0, $1}, [$2];",
+        "=r,=r,l",
+        [address],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def lifted_nibbles(word):
+    """Nibbles f = 0 … 3 of both halves of a word as pairs of bfloat16 128 + nibble."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 a, b, c;
+            shr.u32 a, $4, 4;
+            shr.u32 b, $4, 8;
+            shr.u32 c, $4, 12;
+            lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $1, a, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $2, b, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $3, c, 0x000F000F, 0x43004300, 0xEA;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r",
+        [word],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def with_bits(pair, bits, mask):
+    """pair | (bits & mask), one instruction."""
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [bits, mask, pair], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def byte_as_float(word, k: tl.constexpr):
+    """32768 + byte k of the word, as float32: the byte sits right where the units of 2^15 are."""
+    bits = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [word, 0x47000000, 0x7404 + 16 * k],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+    """c + a · b for a [16, 16] and b [16, 8] of bfloat16, c in float32."""
+    return tl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def threads(WARPS: tl.constexpr):
+    """(g, t, warp), each [1, 32 · WARPS]."""
+    thread = tl.arange(0, 32 * WARPS)[None, :]
+    return thread % 32 // 4, thread % 4, thread // 32
+
+
+@triton.jit
+def load_step(codes, high, scales, supers, row, step, live, t, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
+    """What this thread needs of one row (int64 [1, threads]) for one step: 8 words, 4 of scales, supers, upper bits."""
+    block = row * (COLUMNS // 32) + step * 8
+    go = live.to(tl.int32)
+    w0, w1, w2, w3 = load_four(codes + block * 4 + t * 4, go)
+    w4, w5, w6, w7 = load_four(codes + block * 4 + t * 4 + 16, go)
+    e0, e1, e2, e3 = load_four(scales + block, go)
+    super = tl.load(supers + row * (COLUMNS // 256) + step, live, other=0)
+    if bits_of(TYPE) > 4:
+        h0 = tl.load(high + block + t, live, other=0)
+        h1 = tl.load(high + block + t + 4, live, other=0)
+    else:
+        h0 = w0
+        h1 = w0
+    return w0, w1, w2, w3, w4, w5, w6, w7, e0, e1, e2, e3, super, h0, h1
+
+
+@triton.jit
+def factors(super, TYPE: tl.constexpr):
+    """(of scales, of minima) from the entry of supers; minima are taken off by way of −128 · Σ x."""
+    if has_minimum(TYPE):
+        return half_at(super & 0xFFFF), half_at(super >> 16) * (1 / 128)
+    else:
+        return super, super
+
+
+@triton.jit
+def expanded_pairs(word, h, i: tl.constexpr, TYPE: tl.constexpr):
+    """The four registers of block i of a group from its word and the group's upper bits."""
+    p0, p1, p2, p3 = lifted_nibbles(word)
+    if bits_of(TYPE) == 5:
+        p0 = with_bits(p0, shifted(h, 4 * i - 4), 0x00100010)
+        p1 = with_bits(p1, shifted(h, 4 * i - 3), 0x00100010)
+        p2 = with_bits(p2, shifted(h, 4 * i - 2), 0x00100010)
+        p3 = with_bits(p3, shifted(h, 4 * i - 1), 0x00100010)
+    if bits_of(TYPE) == 6:
+        half = (h >> (32 * (i // 2))).to(tl.int32)
+        right: tl.constexpr = 8 * (i % 2)
+        p0 = with_bits(p0, shifted(half, right - 4), 0x00300030)
+        p1 = with_bits(p1, shifted(half, right - 2), 0x00300030)
+        p2 = with_bits(p2, shifted(half, right), 0x00300030)
+        p3 = with_bits(p3, shifted(half, right + 2), 0x00300030)
+    return p0, p1, p2, p3
+
+
+@triton.jit
+def shifted(word, right: tl.constexpr):
+    if right >= 0:
+        return word >> right
+    else:
+        return word << -right
+
+
+@triton.jit
+def block_products(acc, first, second, d, m, d2, m2, b, sums, i: tl.constexpr, TYPE: tl.constexpr):
+    """acc += block i of the rows `first` (factors d, m) and `second` (d2, m2) times x in the registers b."""
+    c0, c1, c2, c3 = acc
+    b0, b1, b2, b3 = b
+    word: tl.constexpr = 8 + i // 2
+    byte: tl.constexpr = 2 * (i % 2)
+    p0, p1, p2, p3 = expanded_pairs(first[i], first[13 + i // 4], i % 4, TYPE)
+    q0, q1, q2, q3 = expanded_pairs(second[i], second[13 + i // 4], i % 4, TYPE)
+    if has_minimum(TYPE):
+        s0, s1, s2, s3 = sums
+        y0, y1, y2, y3 = mma(p0, q0, p1, q1, b0, b1, s0, s1, s2, s3)
+        y0, y1, y2, y3 = mma(p2, q2, p3, q3, b2, b3, y0, y1, y2, y3)
+        a = byte_as_float(first[word], byte) * d - 32768.0 * d
+        a2 = byte_as_float(second[word], byte) * d2 - 32768.0 * d2
+        n = byte_as_float(first[word], byte + 1) * m - 32768.0 * m
+        n2 = byte_as_float(second[word], byte + 1) * m2 - 32768.0 * m2
+        c0 += a * y0
+        c1 += a * y1
+        c2 += a2 * y2
+        c3 += a2 * y3
+        c0 += n * s0
+        c1 += n * s1
+        c2 += n2 * s2
+        c3 += n2 * s3
+    else:  # each half of the block has its own signed scale
+        s0, s1, s2, s3, r0, r1, r2, r3 = sums
+        y0, y1, y2, y3 = mma(p0, q0, p1, q1, b0, b1, s0, s1, s2, s3)
+        z0, z1, z2, z3 = mma(p2, q2, p3, q3, b2, b3, r0, r1, r2, r3)
+        turned = first[word] ^ -0x7F7F7F80  # 0x80808080: bytes s become s + 128
+        turned2 = second[word] ^ -0x7F7F7F80
+        a = byte_as_float(turned, byte) * d - 32896.0 * d
+        a2 = byte_as_float(turned2, byte) * d2 - 32896.0 * d2
+        n = byte_as_float(turned, byte + 1) * d - 32896.0 * d
+        n2 = byte_as_float(turned2, byte + 1) * d2 - 32896.0 * d2
+        c0 += a * y0
+        c1 += a * y1
+        c2 += a2 * y2
+        c3 += a2 * y3
+        c0 += n * z0
+        c1 += n * z1
+        c2 += n2 * z2
+        c3 += n2 * z3
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def block_sums(b, TYPE: tl.constexpr):
+    """−(128 + zero) · Σ x of the block, the same for every row: a quad of registers, two where halves have scales."""
+    b0, b1, b2, b3 = b
+    lift: tl.constexpr = lift_of(TYPE)
+    nought = tl.zeros(b0.shape, tl.float32)
+    s0, s1, s2, s3 = mma(lift, lift, lift, lift, b0, b1, nought, nought, nought, nought)
+    if has_minimum(TYPE):
+        return mma(lift, lift, lift, lift, b2, b3, s0, s1, s2, s3)
+    else:
+        r0, r1, r2, r3 = mma(lift, lift, lift, lift, b2, b3, nought, nought, nought, nought)
+        return s0, s1, s2, s3, r0, r1, r2, r3
+
+
+@triton.jit
+def load_x(address, i: tl.constexpr):
+    """Block i of this thread's row of x as the registers of two matrix instructions."""
+    b0, b1 = load_two(address + 64 * i)
+    b2, b3 = load_two(address + 64 * i + 32)
+    return b0, b1, b2, b3
+
+
+@triton.jit
+def step_products(acc, first, second, address, factor, TYPE: tl.constexpr):
+    """acc += the step's weights of both rows, times factor, times the x at address (bytes, [NT, threads])."""
+    d, m = factors(first[12], TYPE)
+    d2, m2 = factors(second[12], TYPE)
+    d *= factor
+    m *= factor
+    d2 *= factor
+    m2 *= factor
+    for i in tl.static_range(8):
+        b = load_x(address, i)
+        acc = block_products(acc, first, second, d, m, d2, m2, b, block_sums(b, TYPE), i, TYPE)
+    return acc
+
+
+@triton.jit
+def tile_products(
+    address, codes, high, scales, supers, row, row2, step,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, STRIDE: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Rows `row` and `row2` of a matrix times x over steps step, step + STRIDE, …: four [NT, threads].
+
+    AHEAD: what the next step reads is asked for before this one is multiplied, at the price of registers.
+    """
+    t = threads(step.shape[1] // 32)[1]
+    steps: tl.constexpr = COLUMNS // 256
+    nought = tl.zeros(address.shape, tl.float32)
+    acc = (nought, nought, nought, nought)
+    if AHEAD:
+        a = load_step(codes, high, scales, supers, row, step, step < steps, t, COLUMNS, TYPE)
+        b = load_step(codes, high, scales, supers, row2, step, step < steps, t, COLUMNS, TYPE)
+        for _ in range(0, steps, STRIDE):
+            after = step + STRIDE
+            a_next = load_step(codes, high, scales, supers, row, after, after < steps, t, COLUMNS, TYPE)
+            b_next = load_step(codes, high, scales, supers, row2, after, after < steps, t, COLUMNS, TYPE)
+            acc = step_products(acc, a, b, address + tl.minimum(step, steps - 1) * 512, 1.0, TYPE)
+            a = a_next
+            b = b_next
+            step = after
+    else:
+        for _ in range(0, steps, STRIDE):
+            a = load_step(codes, high, scales, supers, row, step, step < steps, t, COLUMNS, TYPE)
+            b = load_step(codes, high, scales, supers, row2, step, step < steps, t, COLUMNS, TYPE)
+            acc = step_products(acc, a, b, address + tl.minimum(step, steps - 1) * 512, 1.0, TYPE)
+            step += STRIDE
+    return acc
+
+
+@triton.jit
+def over_warps(acc, NT: tl.constexpr, WARPS: tl.constexpr):
+    """The warps' shares added up: four [NT, 32], lane by lane."""
+    c0, c1, c2, c3 = acc
+    c0 = tl.sum(c0.reshape(NT, WARPS, 32), 1)
+    c1 = tl.sum(c1.reshape(NT, WARPS, 32), 1)
+    c2 = tl.sum(c2.reshape(NT, WARPS, 32), 1)
+    c3 = tl.sum(c3.reshape(NT, WARPS, 32), 1)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def gated_over_warps(acc, NT: tl.constexpr, WARPS: tl.constexpr):
+    """silu(gate) · up, where even warps hold shares of gate and odd warps shares of up."""
+    c0, c1, c2, c3 = acc
+    return (
+        _gated_over_warps(c0, NT, WARPS),
+        _gated_over_warps(c1, NT, WARPS),
+        _gated_over_warps(c2, NT, WARPS),
+        _gated_over_warps(c3, NT, WARPS),
+    )
+
+
+@triton.jit
+def _gated_over_warps(c, NT: tl.constexpr, WARPS: tl.constexpr):
+    both = tl.sum(c.reshape(NT, WARPS // 2, 2, 32), 1)
+    gate, up = tl.split(tl.permute(both, (0, 2, 1)))
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def store_tile(out, residual, acc, m_first, rows, n_first, width, NT: tl.constexpr, ADD: tl.constexpr):
+    """The products of 16 matrix rows [n_first, …) with rows [m_first, …) of x, into out [rows, width]."""
+    c0, c1, c2, c3 = acc
+    lane = tl.arange(0, 32)[None, :]
+    m = m_first + 8 * tl.arange(0, NT)[:, None] + lane % 4 * 2
+    n = n_first + lane // 4
+    _store_one(out, residual, c0, m, rows, n, width, ADD)
+    _store_one(out, residual, c1, m + 1, rows, n, width, ADD)
+    _store_one(out, residual, c2, m, rows, n + 8, width, ADD)
+    _store_one(out, residual, c3, m + 1, rows, n + 8, width, ADD)
+
+
+@triton.jit
+def _store_one(out, residual, value, m, rows, n, width, ADD: tl.constexpr):
+    mask = (m < rows) & (n < width)
+    at = m.to(tl.int64) * width + n
+    if ADD:
+        value += tl.load(residual + at, mask, other=0.0).to(tl.float32)
+    tl.store(out + at, value, mask)

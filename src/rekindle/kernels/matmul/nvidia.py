@@ -1,0 +1,166 @@
+"""One to FEW_ROWS rows through grouped planes in NVIDIA's matrix units; `mma` holds the pieces."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rekindle.kernels.matmul.mma import (
+    gated_over_warps,
+    over_warps,
+    store_tile,
+    threads,
+    tile_products,
+)
+from rekindle.kernels.matmul.types import Packed
+
+FEW_ROWS = 64  # up to here this beats expanding the matrix first
+SEGMENTS = 4  # matrices of one launch
+ENOUGH_WARPS = 4096  # in flight, to keep the memory of a large card busy
+
+
+class FewConfig(NamedTuple):
+    """Warps that share 16 rows of the matrix, side by side along the columns; eights of rows of x in one program.
+
+    `ahead`: a warp asks for its next step before it multiplies this one.
+    """
+
+    warps: int
+    eights: int
+    ahead: bool
+
+
+def few_config(width: int, columns: int, rows: int, paired: bool = False) -> FewConfig:
+    """Small matrices take more warps beside one another, so that enough loads are in flight."""
+    steps, warps = columns // 256, 1
+    while width // 16 * warps * (1 + paired) < ENOUGH_WARPS and warps < min(8 // (1 + paired), steps):
+        warps *= 2
+    eights = min(4, triton.next_power_of_2(triton.cdiv(rows, 8)))
+    return FewConfig(warps * (1 + paired), eights, eights == 1)
+
+
+@triton.jit
+def _segment(
+    x, x_stride, rows, residual, out, codes, high, scales, supers, width, pid,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, ADD: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """16 outputs of one matrix for 8 · NT rows of x."""
+    g, t, warp = threads(WARPS)
+    m = tl.program_id(0) * 8 * NT + 8 * tl.arange(0, NT)[:, None] + g
+    address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 4 * t).to(tl.int64)
+    row = tl.minimum(pid * 16 + g, width - 1).to(tl.int64)
+    row2 = tl.minimum(pid * 16 + g + 8, width - 1).to(tl.int64)
+    acc = tile_products(
+        address, codes, high, scales, supers, row, row2, warp, COLUMNS, TYPE, WARPS, AHEAD
+    )  # fmt: skip
+    acc = over_warps(acc, NT, WARPS)
+    store_tile(out, residual, acc, tl.program_id(0) * 8 * NT, rows, pid * 16, width, NT, ADD)
+
+
+@triton.jit
+def _products_kernel(
+    x, x_stride, rows, residual,
+    out0, codes0, high0, scales0, supers0, width0,
+    out1, codes1, high1, scales1, supers1, width1,
+    out2, codes2, high2, scales2, supers2, width2,
+    out3, codes3, high3, scales3, supers3, width3,
+    COLUMNS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr, TYPE3: tl.constexpr,
+    ADD: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Up to four matrices behind one another; a program belongs to one of them."""
+    pid = tl.program_id(1)
+    end = tl.cdiv(width0, 16)
+    if pid < end:
+        _segment(
+            x, x_stride, rows, residual, out0, codes0, high0, scales0, supers0, width0, pid,
+            COLUMNS, TYPE0, ADD, NT, WARPS, AHEAD,
+        )  # fmt: skip
+    if TYPE1 != "none":
+        pid -= end
+        end = tl.cdiv(width1, 16)
+        if (pid >= 0) & (pid < end):
+            _segment(
+                x, x_stride, rows, residual, out1, codes1, high1, scales1, supers1, width1, pid,
+                COLUMNS, TYPE1, False, NT, WARPS, AHEAD,
+            )  # fmt: skip
+    if TYPE2 != "none":
+        pid -= end
+        end = tl.cdiv(width2, 16)
+        if (pid >= 0) & (pid < end):
+            _segment(
+                x, x_stride, rows, residual, out2, codes2, high2, scales2, supers2, width2, pid,
+                COLUMNS, TYPE2, False, NT, WARPS, AHEAD,
+            )  # fmt: skip
+    if TYPE3 != "none":
+        pid -= end
+        if pid >= 0:
+            _segment(
+                x, x_stride, rows, residual, out3, codes3, high3, scales3, supers3, width3, pid,
+                COLUMNS, TYPE3, False, NT, WARPS, AHEAD,
+            )  # fmt: skip
+
+
+@triton.jit
+def _gated_products_kernel(
+    x, x_stride, rows, out, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """silu(gate x) · (up x): 16 outputs for 8 · NT rows of x; even warps take gate, odd ones up."""
+    pid = tl.program_id(1)
+    g, t, warp = threads(WARPS)
+    m = tl.program_id(0) * 8 * NT + 8 * tl.arange(0, NT)[:, None] + g
+    address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 4 * t).to(tl.int64)
+    row = tl.minimum(pid * 16 + g, width - 1).to(tl.int64)
+    row2 = tl.minimum(pid * 16 + g + 8, width - 1).to(tl.int64)
+    is_up = warp % 2 == 1
+    acc = tile_products(
+        address, tl.where(is_up, up_codes, codes), tl.where(is_up, up_high, high), tl.where(is_up, up_scales, scales),
+        tl.where(is_up, up_supers, supers), row, row2, warp // 2, COLUMNS, TYPE, WARPS // 2, AHEAD,
+    )  # fmt: skip
+    acc = gated_over_warps(acc, NT, WARPS)
+    store_tile(out, out, acc, tl.program_id(0) * 8 * NT, rows, pid * 16, width, NT, False)
+
+
+def multiply(
+    x: Tensor, weights: list[Packed], residual: Tensor | None = None, config: FewConfig | None = None
+) -> list[Tensor]:
+    """x [rows, in] through up to SEGMENTS matrices in one launch; residual belongs to the first."""
+    rows, columns = x.shape
+    widths = [weight.rows for weight in weights]
+    config = config or few_config(sum(widths), columns, rows)
+    x = x if x.stride(1) == 1 and x.stride(0) % 4 == 0 else x.contiguous()
+    dtypes = [x.dtype if residual is None else residual.dtype] + [x.dtype] * (len(weights) - 1)
+    outs = [torch.empty(rows, n, dtype=dtype, device=x.device) for n, dtype in zip(widths, dtypes, strict=True)]
+    arguments: list[Tensor | int] = []
+    for weight, out in zip(weights, outs, strict=True):
+        arguments += [out, *_planes(weight), weight.rows]
+    arguments += arguments[:6] * (SEGMENTS - len(weights))  # of absent matrices, never read
+    types = [weight.type for weight in weights] + ["none"] * (SEGMENTS - len(weights))
+    grid = (triton.cdiv(rows, 8 * config.eights), sum(triton.cdiv(n, 16) for n in widths))
+    _products_kernel[grid](
+        x, x.stride(0), rows, outs[0] if residual is None else residual, *arguments, columns, *types,
+        ADD=residual is not None, NT=config.eights, WARPS=config.warps, AHEAD=config.ahead, num_warps=config.warps, num_stages=1,
+    )  # fmt: skip
+    return outs
+
+
+def swiglu(x: Tensor, gate: Packed, up: Packed, config: FewConfig | None = None) -> Tensor:
+    """silu(gate x) · (up x); both matrices of one type."""
+    rows, columns = x.shape
+    config = config or few_config(gate.rows, columns, rows, paired=True)
+    x = x if x.stride(1) == 1 and x.stride(0) % 4 == 0 else x.contiguous()
+    out = torch.empty(rows, gate.rows, dtype=x.dtype, device=x.device)
+    _gated_products_kernel[(triton.cdiv(rows, 8 * config.eights), triton.cdiv(gate.rows, 16))](
+        x, x.stride(0), rows, out, gate.rows, *_planes(gate), *_planes(up), columns, gate.type,
+        NT=config.eights, WARPS=config.warps, AHEAD=config.ahead, num_warps=config.warps, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+def _planes(weight: Packed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert weight.supers is not None, f"{weight.type} has supers"
+    return weight.codes, weight.codes if weight.high is None else weight.high, weight.scales, weight.supers

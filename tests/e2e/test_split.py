@@ -1,0 +1,218 @@
+"""However the model is split, over processes or not: the same tokens and the same logits."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rekindle.build import Built, build_engine
+from rekindle.config import Config, parse_shards
+from rekindle.engine.types import CacheReport, Event, Failed, Finished, Request, Sampling, Token
+from rekindle.errors import BadConfig, LinkRefused, StageLost
+from rekindle.prompt import Boundary, BoundaryKind, Prompt
+
+ONE, TWO, THREE = ("cpu",), ("cpu", "cpu@a"), ("cpu@a", "cpu", "cpu@b")
+FILES = {"dense": "tiny-qwen35-Q4_K_M.gguf", "moe": "tiny-qwen35moe-Q4_K_M.gguf"}
+GROWTH = 40  # tokens that a conversation grows by
+
+
+def shard_command(model: Path) -> str:
+    return f"{sys.executable} -m rekindle.cli shard {model}"
+
+
+def build(model: Path, devices: tuple[str, ...], cache_dir: Path | None = None, **changes: Any) -> Built:
+    named = sorted({name.partition("@")[2] for name in devices} - {""})
+    shards = parse_shards([f"{name}={shard_command(model)}" for name in named], [], [])
+    wishes: dict[str, Any] = dict(context=1024, sequences=4, grid=64, threads=1, cache_dir=cache_dir)
+    return build_engine(Config(model=model, devices=devices, **{**wishes, "shards": shards, **changes}))
+
+
+class Answer:
+    """One request under way."""
+
+    def __init__(self, built: Built, tokens: list[int], boundary: int) -> None:
+        self._events: list[Event] = []
+        self._done = threading.Event()
+        prompt = Prompt(tuple(tokens), (Boundary(boundary, BoundaryKind.SYSTEM),))
+        sampling = Sampling(temperature=0, logprobs=5)
+        built.engine.submit(Request(str(id(self)), prompt, sampling, 6, frozenset(), sink=self._take))
+
+    def _take(self, event: Event) -> None:
+        self._events.append(event)
+        if isinstance(event, Finished | Failed):
+            self._done.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token for event in self._rows]
+
+    @property
+    def logits(self) -> np.ndarray:
+        """[tokens, 5]: the log-probabilities of the likeliest."""
+        return np.array([[p for _, p in row.logprob.top] for row in self._rows if row.logprob is not None])
+
+    @property
+    def cache(self) -> CacheReport:
+        assert self._done.wait(60), "a request hangs"
+        last = self._events[-1]
+        assert isinstance(last, Finished), last
+        return last.cache
+
+    @property
+    def _rows(self) -> list[Token]:
+        assert self.cache is not None
+        return [event for event in self._events if isinstance(event, Token)]
+
+
+def talk(seed: int, length: int = 150) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 2000, length + GROWTH).tolist()
+
+
+def ask(built: Built, seed: int, grown: bool = False) -> Answer:
+    """The beginning of a conversation, or one turn more of it. Waits for the answer."""
+    answer = Answer(built, talk(seed) if grown else talk(seed)[:-GROWTH], boundary=150)
+    assert answer.cache is not None
+    return answer
+
+
+def ask_together(built: Built, seeds: list[int]) -> list[Answer]:
+    answers = [Answer(built, talk(seed), boundary=150) for seed in seeds]
+    assert all(answer.cache for answer in answers)
+    return answers
+
+
+def same_bits(a: Answer, b: Answer) -> bool:
+    return a.tokens == b.tokens and np.array_equal(a.logits, b.logits)
+
+
+def leaks_nothing(built: Built) -> bool:
+    return all(stage.pages().used == 0 for stage in built.engine.pipeline.stages)
+
+
+class Truth:
+    """What one stage without any cache to restore from answers, computed once."""
+
+    def __init__(self, model: Path) -> None:
+        self._built = build(model, ONE, cache_ram=0)
+        self._known: dict[tuple[int, bool], Answer] = {}
+
+    def of(self, seed: int, grown: bool = False) -> Answer:
+        if (seed, grown) not in self._known:
+            self._known[seed, grown] = ask(self._built, seed, grown)
+        return self._known[seed, grown]
+
+    def stop(self) -> None:
+        self._built.stop()
+
+
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def kind(request: Any, golden: Path) -> Iterator[tuple[Path, Truth]]:
+    model = golden / FILES[request.param]
+    truth = Truth(model)
+    yield model, truth
+    truth.stop()
+
+
+def test_every_split_gives_the_bits_of_one_stage_cold_from_ram_and_from_anothers_disk(
+    kind: tuple[Path, Truth], tmp_path: Path
+) -> None:
+    """Four servers, one after the other on one cache folder: one stage, two, three with two shards, one again."""
+    model, truth = kind
+    for seed, devices in enumerate([ONE, TWO, THREE, ONE]):
+        built = build(model, devices, tmp_path)
+        assert len(built.plan.stages) == len(devices)
+        before = [old for old in range(seed) if old >= seed - 2]  # what the two servers before have saved
+        for old in before:
+            restored = ask(built, old, grown=True)
+            assert restored.cache.restored_disk >= 150, f"{devices} finds what another split saved"
+            assert same_bits(restored, truth.of(old, grown=True))
+        cold = ask(built, seed)
+        assert cold.cache.restored == 0
+        assert same_bits(cold, truth.of(seed))
+        if seed < 3:  # the last server's conversation is not gone on with from disk, so it goes on from RAM
+            again = ask(built, seed)
+            assert again.cache.restored_ram == 150
+            assert same_bits(again, truth.of(seed))
+        assert leaks_nothing(built)
+        built.stop()
+
+
+def test_a_split_answers_many_at_once_like_one_stage_answers_each_alone(kind: tuple[Path, Truth]) -> None:
+    model, truth = kind
+    built = build(model, THREE)
+    for answer, seed in zip(ask_together(built, [10, 11, 12, 13]), [10, 11, 12, 13], strict=True):
+        alone = truth.of(seed, grown=True)
+        assert answer.tokens == alone.tokens
+        assert np.allclose(answer.logits, alone.logits, atol=1e-3)  # a batch rounds differently
+    for answer, seed in zip(ask_together(built, [10, 11, 12, 13]), [10, 11, 12, 13], strict=True):
+        assert answer.cache.restored_ram > 0
+        assert answer.tokens == truth.of(seed, grown=True).tokens
+    assert leaks_nothing(built)
+    built.stop()
+
+
+# What cannot be, said at once
+
+
+@pytest.fixture(scope="module")
+def dense(golden: Path) -> Path:
+    return golden / FILES["dense"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "split", "says"),
+    [
+        (("tpu:0",), "auto", "'tpu:0' is no device"),
+        (("cuda:7",), "auto", "this machine has 0 such devices|needs a torch"),
+        (("cpu", "cpu"), "auto", "names cpu more than once"),
+        (("cpu", "cpu@b"), "auto", "lies in the shard 'b', --shard gives a"),
+        (("cpu",), "auto", "--shard gives a, --devices puts nothing there"),
+        (("cpu", "cpu@a"), "1.0,-1.0", "-1.0 among 1.0,-1.0 must be a finite number above 0"),
+        (("cpu", "cpu@a"), "1.0", "names 1 devices, the machine has 2"),
+        (("cpu", *(f"cuda:{i}@a" for i in range(8))), "auto", "9 devices cannot share 8 layers"),
+    ],
+)
+def test_devices_that_cannot_be_are_refused_before_anything_is_started(
+    dense: Path, devices: tuple[str, ...], split: str, says: str
+) -> None:
+    shards = parse_shards(["a=/nowhere/no-such-program"], ["a=1GiB"], [])
+    with pytest.raises(BadConfig, match=says):
+        build(dense, devices, split=split, shards=shards)
+
+
+@pytest.mark.parametrize(
+    ("shard", "error", "says"),
+    [
+        ("a=/nowhere/no-such-program", BadConfig, "no-such-program"),
+        ("a=false", StageLost, "'false' ended with status 1 before it was ready"),
+    ],
+)
+def test_a_shard_that_cannot_be_started_is_named(dense: Path, shard: str, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        build(dense, TWO, shards=parse_shards([shard], [], []))
+
+
+def test_a_shard_of_another_model_is_refused_with_both_sides_named(dense: Path, golden: Path) -> None:
+    command = shard_command(golden / FILES["moe"])
+    with pytest.raises(LinkRefused, match="model fingerprint: shard has .* head expects"):
+        build(dense, TWO, shards=parse_shards([f"a={command}"], [], []))
+
+
+@pytest.mark.parametrize(
+    ("shards", "memory", "says"),
+    [
+        (["lab"], [], "'lab' is not NAME=VALUE"),
+        (["a=x", "a=y"], [], "gives a name twice"),
+        (["a=x"], ["b=1GiB"], "--shard-memory names b; --shard gives a"),
+        (["a=x"], ["a=much"], "'much' is not a size"),
+    ],
+)
+def test_shard_settings_that_do_not_read_are_refused(shards: list[str], memory: list[str], says: str) -> None:
+    with pytest.raises(BadConfig, match=says):
+        parse_shards(shards, memory, [])
