@@ -136,7 +136,7 @@ def soak(model: Path, kills: int, seed: int) -> Tally:
     rng = random.Random(seed)
     known = reference(model)
     built = build(model, split=True)
-    assert built.shards is not None
+    assert built.hosts is not None
     enough = threading.Event()
     clients = [Client(built, known, rng.random(), enough) for _ in range(CLIENTS)]
     tally = Tally()
@@ -145,7 +145,7 @@ def soak(model: Path, kills: int, seed: int) -> Tally:
     for _ in range(kills):
         time.sleep(rng.uniform(0.0, 1.0))
         killed_at = time.monotonic()
-        os.kill(built.shards.pid("lab"), signal.SIGKILL)
+        os.kill(built.hosts.pid("lab"), signal.SIGKILL)
         tally.kills += 1
         while not any(client.answered_at > killed_at + 0.2 for client in clients):  # it is back, and answers
             time.sleep(0.05)

@@ -1,8 +1,10 @@
-"""The whole model on a GPU: checks it against the float32 definition, then times prefill and decode.
+"""The whole table of one model on a GPU, through the engine, as a client would see it.
 
-    PYTHONPATH=src python3 scripts/gpu/bench_model.py --shape qwen3.6-35b-a3b
+    PYTHONPATH=src python3 scripts/gpu/bench_model.py --shape qwen3.6-35b-a3b [--profile]
 
-Weights are random in the exact shape and are written to --folder first. Prints a short table last.
+Weights are random in the exact shape and the usual Q4_K_M mix, written to --folder first (twenty gigabytes in a
+tmpfs). First the GPU path is checked against the float32 definition on tiny models; then prefill, decode by context
+and batch, verify, capture and restore are timed. A short table comes last.
 """
 
 from __future__ import annotations
@@ -10,16 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from rekindle.batch import Batch, Segment, Wanted
+from rekindle.bench.speed import measure
 from rekindle.bench.synth import write_synthetic
+from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.models import load_span
-from rekindle.stages import LocalStage
+from rekindle.prefix import PrefixCache
+from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.types import Snapshot, Stretch
+from rekindle.stages import LocalStage, Pipeline
 from rekindle.weights import open_weights
 
 LOG: list[str] = []
@@ -35,27 +45,21 @@ def check_tiny(folder: Path) -> None:
     for shape in ("tiny", "tiny-moe"):
         path = write_synthetic(folder / f"{shape}.gguf", shape)
         file = open_weights(path)
-        cpu = LocalStage(load_span(file, file.spec.whole, torch.device("cpu"), torch.float32), 4, 64, torch.float32)
-        gpu = LocalStage(load_span(file, file.spec.whole, torch.device("cuda"), torch.bfloat16), 4, 64, torch.bfloat16)
+        cpu = LocalStage(load_span(file, file.spec.whole, torch.device("cpu"), torch.float32), 4, 64, "f32")
+        gpu = LocalStage(load_span(file, file.spec.whole, torch.device("cuda"), torch.bfloat16), 4, 64, "bf16")
         tokens = np.random.default_rng(1).integers(0, min(file.spec.vocab, 2000), 300).tolist()
-        worst, same, count = 0.0, 0, 0
+        distance, same = [], 0
         edges = [200, *range(201, 240)]
         for start, stop in zip([0, *edges[:-1]], edges, strict=True):
             batch = Batch((Segment(1, start, tuple(tokens[start:stop]), Wanted.LAST),))
-            a = cpu.forward(batch, None).logits[-1].log_softmax(-1)
-            b = gpu.forward(batch, None).logits[-1].float().cpu().log_softmax(-1)
-            worst = max(worst, float((a - b).abs().mean()))
+            a, b = (stage.forward(batch, None).logits for stage in (cpu, gpu))
+            a, b = a[-1].log_softmax(-1), b[-1].float().cpu().log_softmax(-1)
+            distance.append(float((a - b).abs().mean()))
             same += int(a.argmax() == b.argmax())
-            count += 1
-        states = []
-        for p, q in zip(cpu.capture(1), gpu.capture(1), strict=True):
-            x, y = (p.state, q.state) if hasattr(p, "state") else (p.tail, q.tail.float())
-            states.append(float((x - y.float()).norm() / x.norm().clamp_min(1e-9)))
-        equal = f"first token equal {same}/{count}"
-        say(f"check {shape}: mean |Δ log p| ≤ {worst:.4f}, {equal}, state error ≤ {max(states):.4f}")
+        say(f"check {shape}: mean |Δ log p| {np.mean(distance):.4f}, first token equal {same}/{len(edges)}")
 
 
-def timed(call, repeats: int = 1) -> float:
+def seconds(call: Callable[[], object], repeats: int = 1) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -65,95 +69,153 @@ def timed(call, repeats: int = 1) -> float:
 
 
 class Bench:
-    def __init__(self, path: Path, slots: int, pages: int) -> None:
+    def __init__(self, path: Path, slots: int, pages: int, grid: int) -> None:
         started = time.perf_counter()
         self.file = open_weights(path)
         model = load_span(self.file, self.file.spec.whole, torch.device("cuda"), torch.bfloat16)
-        self.stage = LocalStage(model, slots, pages, torch.bfloat16)
+        self.stage = LocalStage(model, slots, pages, "bf16")
         torch.cuda.synchronize()
         self.load_s = time.perf_counter() - started
-        self.rng = np.random.default_rng(0)
+        settings = EngineSettings(context=pages * 64, grid=grid)
+        self.engine = Engine(Pipeline([self.stage]), PrefixCache(0), settings).start()
+        self._built = SimpleNamespace(engine=self.engine, model=SimpleNamespace(spec=self.file.spec))
+        self._rng = np.random.default_rng(0)
+        began = time.perf_counter()
+        self.run(16, 2)
+        self.first_token_s = self.load_s + time.perf_counter() - began
 
-    def tokens(self, count: int) -> tuple[int, ...]:
-        return tuple(self.rng.integers(0, 200_000, count).tolist())
+    def run(self, prompt: int, answer: int, sequences: int = 1) -> tuple[float, float]:
+        """Prefill and decode tok/s, all sequences together."""
+        speed = measure(self._built, self._rng, prompt, answer, sequences)  # type: ignore[arg-type]
+        return speed.prefill, speed.decode
 
-    def prefill(self, count: int, chunk: int, slot: int = 0) -> float:
-        self.stage.open(slot)
-        tokens = self.tokens(count)
-
-        def run() -> None:
-            for at in range(0, count, chunk):
-                self.stage.forward(Batch((Segment(slot, at, tokens[at : at + chunk], Wanted.LAST),)), None)
-
-        return count / timed(run)
-
-    def decode(self, rows: int, steps: int, at: int | None = None) -> float:
-        """Tokens per second of `rows` sequences, each `at` tokens long (pages are pretended to be filled)."""
-        for slot in range(rows):
-            if at is not None:
-                self.stage.open(slot)
-                self.stage.pool.extend(self.stage._tables[slot], at)
-                self.stage._tables[slot].position = at
-        position = [self.stage._tables[slot].position for slot in range(rows)]
+    def verify(self, rows: int) -> float:
+        """Milliseconds of one forward of so many rows behind 512 tokens, and of going back."""
+        tokens = tuple(self._rng.integers(0, 1000, 512).tolist())
+        self.stage.open(0)
+        self.stage.forward(Batch((Segment(0, 0, tokens),)), None)
+        batch = Batch((Segment(0, 512, tokens[:rows], Wanted.ALL),), rewindable=True)
 
         def step() -> None:
-            segments = tuple(Segment(slot, position[slot], (7,), Wanted.LAST) for slot in range(rows))
-            logits = self.stage.forward(Batch(segments), None).logits
-            logits.argmax(-1)
-            for slot in range(rows):
-                position[slot] += 1
+            self.stage.forward(batch, None)
+            self.stage.rewind(0, 512)
 
+        step()
+        both = seconds(step, 10)
+        self.stage.close(0)
+        return both * 1000
+
+    def snapshots(self, length: int, folder: Path) -> dict[str, float]:
+        """Milliseconds to capture, to restore from RAM, to load from disk and restore, at `length` tokens."""
+        tokens = self._rng.integers(0, 200_000, length).astype(np.int32)
+        self.stage.open(0)
+        grid = 4096
+
+        def fill() -> None:
+            for at in range(0, length, grid):
+                stop = min(at + grid, length)
+                self.stage.forward(Batch((Segment(0, at, tuple(tokens[at:stop].tolist()), Wanted.LAST),)), None)
+
+        cold = seconds(fill)
+        parts: list[object] = []
+        first = seconds(lambda: parts.append(self.stage.capture(0)))
+        again = seconds(lambda: self.stage.capture(0))
+        logits = torch.zeros(self.file.spec.vocab)
+        snapshot = Snapshot(tokens, tuple(parts[0]), logits, grid, (Stretch(length, "prefill"),))  # type: ignore[arg-type]
+        self.stage.close(0)
+        self.stage.restore(1, length, snapshot.parts)
+        self.stage.close(1)
+        ram = seconds(lambda: self.stage.restore(1, length, snapshot.parts))
+        self.stage.close(1)
+        shutil.rmtree(folder, ignore_errors=True)
+        store = DiskStore(folder, "0123456789abcdef", 64 << 30)
+        save_s = seconds(lambda: store.save(snapshot))
+        record = store.records()[0]
+        disk, load = [], []
         for _ in range(3):
-            step()
-        return rows / timed(step, steps)
+            began = time.perf_counter()
+            loaded = store.load(record.id)
+            load.append(time.perf_counter() - began)
+            self.stage.restore(1, length, loaded.parts)
+            torch.cuda.synchronize()
+            disk.append(time.perf_counter() - began)
+            self.stage.close(1)
+        shutil.rmtree(folder, ignore_errors=True)
+        return {
+            f"cold prefill {length} (ms)": cold * 1e3,
+            f"capture {length}, all pages new (ms)": first * 1e3,
+            f"capture {length}, no page new (ms)": again * 1e3,
+            f"restore {length} from RAM (ms)": ram * 1e3,
+            f"save {length} to disk (ms)": save_s * 1e3,
+            f"load {length} from disk, page cache (ms)": min(load) * 1e3,
+            f"load and restore {length} from disk (ms)": min(disk) * 1e3,
+        }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="qwen3.6-35b-a3b")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--disk", type=Path, default=Path("/tmp/rekindle-bench-store"))
+    parser.add_argument("--grid", type=int, default=4096)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--skip-check", action="store_true")
     options = parser.parse_args()
     out = Path(os.environ.get("OUT", "."))
-    check_tiny(options.folder)
+    if not options.skip_check:
+        check_tiny(options.folder)
     path = options.folder / f"{options.shape}.gguf"
     if not path.exists():
-        seconds = timed(lambda: write_synthetic(path, options.shape))
-        say(f"wrote {path.name} in {seconds:.1f} s")
-    long = 131072 if "35b" in options.shape else 32768
-    bench = Bench(path, slots=32, pages=(long + 32 * 1024 + 8192) // 64)
+        say(f"wrote {path.name} in {seconds(lambda: write_synthetic(path, options.shape)):.1f} s")
+    moe = "35b" in options.shape
+    longest = 131_072 if moe else 32_768
+    bench = Bench(path, 32, (longest + 16_384) // 64, options.grid)
+    table: dict[str, float] = {"load (s)": bench.load_s, "start to first token (s)": bench.first_token_s}
     say(f"loaded in {bench.load_s:.1f} s, {torch.cuda.memory_allocated() / 2**30:.1f} GiB on the device")
-    table: dict[str, float] = {}
-    table["first prefill 512"] = bench.prefill(512, 512)
-    for count, chunk in ((512, 512), (4096, 2048), (4096, 4096)):
-        bench.prefill(count, chunk)
-        table[f"prefill {count} in chunks of {chunk}"] = bench.prefill(count, chunk)
-    table["decode empty"] = bench.decode(1, 200, at=0)
+    try:
+        fill_table(bench, table, moe, options)
+    finally:
+        if options.profile:
+            profile(bench, out)
+        for name, value in table.items():
+            say(f"{name:44s} {value:12.1f}")
+        (out / f"model-{options.shape}.json").write_text(json.dumps({"log": LOG, "table": table}))
+        bench.engine.stop()
+
+
+def fill_table(bench: Bench, table: dict[str, float], moe: bool, options: argparse.Namespace) -> None:
+    for prompt in (512, 4096):
+        bench.run(prompt, 2)
+        table[f"prefill {prompt} (tok/s)"] = max(bench.run(prompt, 2)[0] for _ in range(2))
+    bench.run(16, 8)
+    table["decode, empty context (tok/s)"] = max(bench.run(16, 200)[1] for _ in range(2))
     for rows in (4, 8, 16, 32):
-        table[f"decode batch {rows}"] = bench.decode(rows, 50, at=0)
-    for at in (32768, 131072):
-        if at <= long:
-            table[f"decode at {at}"] = bench.decode(1, 100, at=at)
-    if options.profile:
-        profile(bench, out)
-    for name, value in table.items():
-        say(f"{name:36s} {value:10.1f} tok/s")
-    (out / f"model-{options.shape}.json").write_text(json.dumps({"log": LOG, "table": table}))
+        bench.run(16, 8, rows)
+        table[f"decode, batch of {rows} (tok/s)"] = bench.run(16, 100, rows)[1]
+    for length in (32_768, 131_072) if moe else (32_768,):
+        prefill, decode = bench.run(length - 128, 100)
+        table[f"prefill {length} (tok/s)"] = prefill
+        table[f"decode at {length} (tok/s)"] = decode
+    one = bench.verify(1)
+    table["verify 1 row (ms)"] = one
+    table["verify 16 rows (ms)"] = bench.verify(16)
+    if moe:
+        table |= bench.snapshots(32_768, options.disk)
 
 
 def profile(bench: Bench, out: Path) -> None:
-    """Where the time of a decode step and of a prefill chunk goes, by kernel."""
+    """Where the time of decode steps and of a prefill chunk goes, by kernel."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    for name, call in (("decode", lambda: bench.decode(1, 5, at=0)), ("prefill", lambda: bench.prefill(4096, 4096))):
+    calls = {"decode": (16, 10, 1), "batch8": (16, 10, 8), "batch32": (16, 10, 32), "prefill": (4096, 1, 1)}
+    for name, shape in calls.items():
         with record(activities=[ProfilerActivity.CUDA]) as recorded:
-            call()
-        text = recorded.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=60)
+            bench.run(*shape)
+        averages = recorded.key_averages()
+        text = averages.table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=60)
         (out / f"profile-{name}.txt").write_text(text)
-        rows = sorted(recorded.key_averages(), key=lambda row: -row.device_time_total)[:12]
-        for row in rows:
+        for row in sorted(averages, key=lambda row: -row.device_time_total)[:9]:
             say(f"  {name} {row.key[:58]:58s} {row.count:6d} {row.device_time_total / 1000:9.2f} ms")
 
 

@@ -200,7 +200,7 @@ def test_a_shard_that_cannot_be_started_is_named(dense: Path, shard: str, error:
 
 def test_a_shard_of_another_model_is_refused_with_both_sides_named(dense: Path, golden: Path) -> None:
     command = shard_command(golden / FILES["moe"])
-    with pytest.raises(LinkRefused, match="model fingerprint: shard has .* head expects"):
+    with pytest.raises(LinkRefused, match=r"model fingerprint: shard has .* head expects"):
         build(dense, TWO, shards=parse_shards([f"a={command}"], [], []))
 
 

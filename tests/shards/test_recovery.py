@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from rekindle.batch import Batch, Segment
 from rekindle.engine.types import Failed, Finished
 from rekindle.errors import SnapshotMismatch, StageLost
 from rekindle.shards import RemoteStage
@@ -43,9 +44,18 @@ def moe(golden: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(moe: Path) -> dict[tuple[int, int], list[int]]:
-    known: dict[tuple[int, int], list[int]] = SOAK.reference(moe)
-    return known
+def undisturbed(moe: Path) -> Iterator[Callable[[int, int], list[int]]]:
+    """What a server without a shard answers to a prompt of the talk."""
+    built = SOAK.build(moe, split=False)
+
+    def answer(talk: int, length: int) -> list[int]:
+        asked = SOAK.Asked(built, talk, length)
+        assert isinstance(asked.wait(), Finished)
+        tokens: list[int] = asked.tokens
+        return tokens
+
+    yield answer
+    built.stop()
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +79,7 @@ class Assassin:
             with self._lock:
                 self._left -= 1
                 if self._left == 0:
-                    os.kill(self._built.shards.pid("lab"), signal.SIGKILL)
+                    os.kill(self._built.hosts.pid("lab"), signal.SIGKILL)
                     self.kills += 1
             return command(stage, *arguments)
 
@@ -77,39 +87,47 @@ class Assassin:
 
 
 @pytest.mark.parametrize(
-    ("verb", "calls"), [("forward", 2), ("forward", 12), ("capture", 2), ("prepare_restore", 1), ("commit_restore", 1)]
+    ("verb", "calls", "talk"),
+    [
+        ("forward", 2, 10),
+        ("forward", 12, 20),
+        ("capture", 2, 30),
+        ("prepare_restore", 1, 40),
+        ("commit_restore", 1, 50),
+    ],
 )
 def test_a_shard_killed_in_any_verb_changes_no_answer(
     monkeypatch: pytest.MonkeyPatch,
     split: Any,
-    undisturbed: dict[tuple[int, int], list[int]],
+    undisturbed: Callable[[int, int], list[int]],
     verb: str,
     calls: int,
+    talk: int,
 ) -> None:
-    SOAK.Asked(split, 0, 150).wait()  # so that there is something to restore
+    SOAK.Asked(split, talk, 150).wait()  # so that there is something to restore
     assassin = Assassin(monkeypatch, split, verb, calls)
-    asked = {(talk, 230): SOAK.Asked(split, talk, 230) for talk in range(3)}
-    for key, each in asked.items():
-        assert isinstance(each.wait(), Finished)
-        assert each.tokens == undisturbed[key]
+    asked = {each: SOAK.Asked(split, each, 230) for each in range(talk, talk + 3)}
+    for each, answer in asked.items():
+        assert isinstance(answer.wait(), Finished)
+        assert answer.tokens == undisturbed(each, 230)
     assert assassin.kills == 1
     assert split.engine.status().running == 0
     assert all(stage.pages().used == 0 for stage in split.engine.pipeline.stages)
 
 
 def test_a_shard_that_dies_while_nobody_asks_is_back_for_the_next_request(
-    split: Any, undisturbed: dict[tuple[int, int], list[int]]
+    split: Any, undisturbed: Callable[[int, int], list[int]]
 ) -> None:
-    os.kill(split.shards.pid("lab"), signal.SIGKILL)
+    os.kill(split.hosts.pid("lab"), signal.SIGKILL)
     asked = SOAK.Asked(split, 4, 90)
     assert isinstance(asked.wait(), Finished)
-    assert asked.tokens == undisturbed[4, 90]
+    assert asked.tokens == undisturbed(4, 90)
 
 
 def test_a_shard_that_cannot_be_started_again_fails_the_request_by_name_and_the_server_lives_on(
-    monkeypatch: pytest.MonkeyPatch, split: Any, undisturbed: dict[tuple[int, int], list[int]]
+    monkeypatch: pytest.MonkeyPatch, split: Any, undisturbed: Callable[[int, int], list[int]]
 ) -> None:
-    keeper = split.shards._keepers["lab"]
+    keeper = split.hosts._keepers["lab"]
     with monkeypatch.context() as patch:
         patch.setattr(keeper, "_command", ["false"])
         os.kill(keeper.pid, signal.SIGKILL)
@@ -120,7 +138,7 @@ def test_a_shard_that_cannot_be_started_again_fails_the_request_by_name_and_the_
         assert "span [4, 8)" in str(end.error)
     asked = SOAK.Asked(split, 5, 90)
     assert isinstance(asked.wait(), Finished)
-    assert asked.tokens == undisturbed[5, 90]
+    assert asked.tokens == undisturbed(5, 90)
 
 
 def test_random_kills_under_load_leave_no_wrong_answer_and_no_leak(moe: Path) -> None:
@@ -133,8 +151,6 @@ def test_random_kills_under_load_leave_no_wrong_answer_and_no_leak(moe: Path) ->
 
 
 def feed(pipeline: Pipeline, slot: int, length: int) -> tuple[Part, ...]:
-    from rekindle.batch import Batch, Segment
-
     pipeline.open(slot)
     pipeline.forward(Batch((Segment(slot, 0, tuple(range(length))),))).result()
     return pipeline.capture(slot).result()

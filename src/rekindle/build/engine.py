@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from blake3 import blake3
@@ -22,6 +24,9 @@ from rekindle.prefix import PrefixCache, check_budget
 from rekindle.snapshots.disk import DiskStore
 from rekindle.stages import Pipeline, Stage
 
+if TYPE_CHECKING:
+    from rekindle.build.ray import RayHosts
+
 log = logging.getLogger("rekindle.build")
 
 
@@ -34,13 +39,13 @@ class Built:
     plan: Plan
     context: int
     counts: CountsFile | None = None  # of a model with experts, where there is a folder to keep them in
-    shards: Shards | None = None  # processes that host some of the stages
+    hosts: Shards | RayHosts | None = None  # of stages outside this process
 
     def stop(self) -> None:
         """End every request, then save what the next start should know."""
         self.engine.stop()
-        if self.shards is not None:
-            self.shards.stop()
+        if self.hosts is not None:
+            self.hosts.stop()
         if self.counts is not None:
             self.counts.stop()
 
@@ -49,42 +54,67 @@ def build_engine(config: Config, on_progress: Progress | None = None) -> Built:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model = open_model(config.model)
-    names = device_names(config.devices)
-    plan = plan_model(config, model, make_machine(names, config.vram, config.ram, config.shards))
+    hosts = _hosts(config)
+    try:
+        return _build(config, model, hosts, on_progress)
+    except BaseException:
+        if hosts is not None:
+            hosts.stop()
+        raise
+
+
+def _hosts(config: Config) -> Shards | RayHosts | None:
+    """Whoever hosts stages outside this process."""
+    if config.ray is None:
+        return Shards(config) if config.shards else None
+    if config.shards or config.devices != ("auto",):
+        raise BadConfig("--ray takes the devices of its nodes; leave out --devices and --shard")
+    if importlib.util.find_spec("ray") is None:
+        raise BadConfig("--ray needs Ray, which is not installed: pip install 'rekindle[ray]'")
+    from rekindle.build.ray import RayHosts  # half a second and 79 MB that only this option needs
+
+    return RayHosts(config.ray, config.model, config.threads)
+
+
+def _build(config: Config, model: Model, hosts: Shards | RayHosts | None, on_progress: Progress | None) -> Built:
+    names, machine = _machine(config, hosts)
+    plan = plan_model(config, model, machine)
     for reason in plan.reasons:
         log.info("plan: %s", reason)
     dtype = _dtype(config, names)
     counts_file = _counts_file(config, model)
     counts = counts_file.counts if counts_file else RoutingCounts(model.spec.layers, model.spec.ffn.experts)
     orders = stage_orders(plan, dtype)
-    shards = Shards(config) if config.shards else None
-    try:
-        stages = _load_stages(model, names, orders, shards, counts, on_progress)
-    except BaseException:
-        if shards is not None:
-            shards.stop()
-        raise
+    stages = _load_stages(model, names, orders, hosts, counts, on_progress)
     prefixes = _prefix_cache(config, model, plan)
     settings = EngineSettings(context=plan.wishes.context, queue=config.queue, grid=config.grid, audit=config.audit)
     engine = Engine(Pipeline(stages), prefixes, settings).start()
-    return Built(engine, model, plan, plan.wishes.context, counts_file.start() if counts_file else None, shards)
+    return Built(engine, model, plan, plan.wishes.context, counts_file.start() if counts_file else None, hosts)
+
+
+def _machine(config: Config, hosts: Shards | RayHosts | None) -> tuple[list[str], Machine]:
+    """The names of the devices, in pipeline order, and what they have."""
+    if hosts is None or isinstance(hosts, Shards):
+        names = device_names(config.devices)
+        return names, make_machine(names, config.vram, config.ram, config.shards)
+    return hosts.names, hosts.machine(config.ram)
 
 
 def _load_stages(
     model: Model,
     names: list[str],
     orders: list[StageOrder],
-    shards: Shards | None,
+    hosts: Shards | RayHosts | None,
     counts: RoutingCounts,
     on_progress: Progress | None,
 ) -> list[Stage]:
     """Local ones are loaded here, the others where they are."""
-    if shards is not None:
-        shards.start(names, orders)
+    if hosts is not None:
+        hosts.start(names, orders)
     stages: list[Stage] = []
     for name, order in zip(names, orders, strict=True):
-        if shards is not None and shard_of(name):
-            stages.append(shards.connect(name, order, model.file.fingerprint()))
+        if hosts is not None and shard_of(name):
+            stages.append(hosts.connect(name, order, model.file.fingerprint()))
         else:
             stages.append(load_stage(model.file, order, on_progress, counts))
     return stages

@@ -58,6 +58,8 @@ def make_machine(
         _device(name, device, shard, vram, share, (speeds or {}).get(name, 1.0))
         for name, (device, shard) in zip(names, homes, strict=True)
     ]
+    if unused := sorted(by_name.keys() - set(map(shard_of, names))):
+        raise BadConfig(f"--shard gives {', '.join(unused)}, --devices puts nothing there; write say cpu@{unused[0]}")
     return Machine(tuple(devices), ram)
 
 
@@ -82,8 +84,6 @@ def _check_shards(names: Sequence[str], shards: Mapping[str, ShardSetting]) -> N
         if "@" in name and shard_of(name) not in shards:
             known = ", ".join(shards) or "no shard"
             raise BadConfig(f"--devices: '{name}' lies in the shard '{shard_of(name)}', --shard gives {known}")
-    if unused := sorted(shards.keys() - set(map(shard_of, names))):
-        raise BadConfig(f"--shard gives {', '.join(unused)}, --devices puts nothing there; write say cpu@{unused[0]}")
 
 
 def _device(name: str, device: str, shard: ShardSetting | None, vram: int | None, ram: int, speed: float) -> Device:

@@ -52,6 +52,9 @@ def serve(
     ] = [],  # noqa: B006
     shard_key: Annotated[list[str], typer.Option(help="NAME=FILE: the shard's public key.")] = [],  # noqa: B006
     link_key: Annotated[Path | None, typer.Option(help="This server's key pair for links to other machines.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Put the stages on the nodes of a Ray cluster: its address, or auto.")
+    ] = None,
     audit: Annotated[
         int, typer.Option(help="Check one in so many restores against a cold run, in idle time; 0 checks none.")
     ] = 0,
@@ -81,6 +84,7 @@ def serve(
         threads=threads,
         shards=parse_shards(shard, shard_memory, shard_key),
         link_key=link_key,
+        ray=ray,
         audit=audit,
     )
     listener = _listen(host, port)

@@ -209,15 +209,17 @@ class PagePool:
 
     # Snapshots
 
-    def export(self, page: HeldPage) -> tuple[Page, ...]:
-        """Host copies of a sealed page, one per layer; made once, then shared by every snapshot that has it."""
-        if page.copies is None:
+    def export(self, pages: Sequence[HeldPage]) -> list[tuple[Page, ...]]:
+        """Host copies of sealed pages, one per layer; made once, then shared by every snapshot that has them."""
+        fresh = [page for page in pages if page.copies is None]
+        copies = iter(host_copies([layer[page.place] for page in fresh for layer in self.kv]))
+        for page in fresh:
             assert page.place is not None, "a page without copies has a place"
-            page.copies = tuple(map(Page, _host_copies([layer[page.place] for layer in self.kv])))
+            page.copies = tuple(Page(next(copies)) for _ in self.kv)
             page.addresses = self._addresses(page.copies)
             if page.copies:
                 self._live[page.copies[0]] = page
-        return page.copies
+        return [page.copies or () for page in pages]
 
     def adopt(self, copies: tuple[Page, ...]) -> HeldPage:
         """The page with these bytes: the one that live sequences hold, or a new one, away."""
@@ -322,7 +324,7 @@ class PagePool:
         return [(rank[0], page) for page, rank in ranked]
 
     def _send_away(self, page: HeldPage) -> None:
-        self.export(page)
+        self.export([page])
         assert page.place is not None, "only a resident page can be sent away"
         self._free.append(page.place)
         page.place = None
@@ -361,10 +363,10 @@ class PagePool:
         assert live == self._live.keys(), "a page is known by copies that nobody holds"
 
 
-def _host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Pinned beside a GPU, so that they can be streamed back while the layers run.
+def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Contiguous copies in host memory, pinned beside a GPU, so that they can be streamed back while the layers run.
 
-    They are waited for: whoever reads host memory does not know of streams.
+    They are waited for, all together: whoever reads host memory does not know of streams.
     """
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda) for tensor in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
@@ -15,7 +15,7 @@ from rekindle.shards import frames
 from rekindle.shards.frames import DTYPES, AnyBody, Frame, Limits
 from rekindle.shards.link import HeadKeys
 from rekindle.shards.parts import NOTHING_HELD, Held, export_parts, import_parts, pages_of
-from rekindle.shards.session import Deadlines, HeadSession, Pending
+from rekindle.shards.session import Deadlines, HeadSession
 from rekindle.shards.terms import Terms
 from rekindle.snapshots.types import Part
 from rekindle.spec import Span
@@ -24,6 +24,7 @@ from rekindle.stages.types import Ahead, PageCount, StageOutput
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -32,6 +33,31 @@ class Keeper(Protocol):
 
     def is_running(self) -> bool: ...
     def restart(self) -> None: ...
+
+
+class Asking(Protocol[T_co]):
+    """A command under way, as a stage sees it."""
+
+    @property
+    def id(self) -> int: ...
+    def done(self) -> bool: ...
+    def result(self) -> T_co: ...
+
+
+class Session(Protocol):
+    """One connection to a stage, from its handshake to its loss."""
+
+    @property
+    def id(self) -> bytes: ...
+    @property
+    def welcome(self) -> frames.Welcome: ...
+    @property
+    def lost(self) -> str | None: ...
+    def ask(
+        self, body: AnyBody, tensors: Mapping[str, torch.Tensor], read: Callable[[Frame], T], seconds: float
+    ) -> Asking[T]: ...
+    def lose(self, why: str) -> None: ...
+    def close(self) -> None: ...
 
 
 class RemoteStage:
@@ -65,7 +91,7 @@ class RemoteStage:
         self._pages = PageCount(0, 0, 0)
         self._do(frames.Pages())
 
-    def _connect(self, replaces: bytes) -> HeadSession:
+    def _connect(self, replaces: bytes) -> Session:
         return HeadSession(
             self.endpoint, self.name, self.terms, self._keys, self._deadlines, self._limits, replaces=replaces
         )
@@ -78,9 +104,8 @@ class RemoteStage:
         self._held.clear()
         self._prepared.clear()
         self._session = self._connect(replaces=old.id)
-        self._pages = PageCount(
-            self._pages.total, 0, self._pages.total
-        )  # before it obeys us the shard closes our slots
+        # Before it obeys us the shard closes our slots.
+        self._pages = PageCount(self._pages.total, 0, self._pages.total)
 
     def recover(self) -> None:
         """Find the shard again; if this head started it and it has died or stays mute, start it again first."""
@@ -119,7 +144,7 @@ class RemoteStage:
         assert ahead is None, "tokens drawn ahead stay on the device of a stage that is alone and local"
         return self.submit(batch, hidden).result()
 
-    def submit(self, batch: Batch, hidden: torch.Tensor | None) -> Pending[StageOutput]:
+    def submit(self, batch: Batch, hidden: torch.Tensor | None) -> Asking[StageOutput]:
         """A forward under way. `hidden` must not change before its result is there."""
         tensors = {} if hidden is None else {"hidden": hidden}
         rows, logit_rows = batch.rows, batch.logit_rows
@@ -209,7 +234,7 @@ class RemoteStage:
     def _do(self, body: AnyBody) -> None:
         self._ask(body, {}, self._import_done).result()
 
-    def _ask(self, body: AnyBody, tensors: Tensors, read: Callable[[Frame], T]) -> Pending[T]:
+    def _ask(self, body: AnyBody, tensors: Tensors, read: Callable[[Frame], T]) -> Asking[T]:
         return self._session.ask(body, tensors, read, self._deadlines.call)
 
     def _import_done(self, reply: Frame) -> None:

@@ -127,17 +127,19 @@ class StageHost:
         return self._line.popleft()
 
     def _answer(self, session: Session, header: Header, parts: Sequence[zmq.Frame]) -> None:
-        if not session.alive:  # nobody waits for it any more
-            return
+        if session.alive:  # somebody still waits for it
+            self._wire.send([session.id + REPLIES, *self.reply(session, header, parts)])
+
+    def reply(self, session: Session, header: Header, parts: Sequence[zmq.Frame]) -> list[bytes | memoryview]:
+        """Run one command, in the caller's thread, and say how it went."""
         try:
             tensors = frames.import_tensors(header, parts, self._limits)
             body, results = self._run(session, header.id, header.body, tensors)
-            reply = frames.export_frame(Frame(header.id, body, results), self._limits)
+            return frames.export_frame(Frame(header.id, body, results), self._limits)
         except Exception as error:  # the head gets it, whatever it is
             if not isinstance(error, RekindleError):
                 log.exception("stage %r failed", self.name)
-            reply = frames.export_frame(Frame(header.id, _failure(error)), self._limits)
-        self._wire.send([session.id + REPLIES, *reply])
+            return frames.export_frame(Frame(header.id, _failure(error)), self._limits)
 
     def _end(self, session: Session, goodbye: int | None) -> None:
         """Close what the head left open, so that nothing leaks."""

@@ -14,7 +14,7 @@ from rekindle.kernels.gated_delta import replay_rows
 from rekindle.kernels.ragged import Ragged
 from rekindle.models.model import ModelSpan
 from rekindle.models.state import DeltaState, KvState, LayerState
-from rekindle.pool import KvMode, PagePool, PagingCounts, Policy, PoolReader
+from rekindle.pool import KvMode, PagePool, PagingCounts, Policy, PoolReader, host_copies
 from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part
 from rekindle.spec import PAGE, Span
 from rekindle.stages.graphs import DecodeGraphs
@@ -208,19 +208,30 @@ class LocalStage:
     def capture(self, slot: int) -> list[Part]:
         table = self._tables[slot]
         sealed, rest = divmod(table.position, PAGE)
-        pages = [self.pool.export(page) for page in table.pages[:sealed]] if self.pool.kv else []
+        pages = self.pool.export(table.pages[:sealed]) if self.pool.kv else []
+        copies = iter(host_copies(self._own_tensors(slot, sealed, rest)))
         parts: list[Part] = []
         kv_index = 0
         for layer in self.span.layers:
-            state = self._states[layer]
-            if isinstance(state, DeltaState):
-                parts.append(DeltaPart(layer, _host_copy(state.states[slot]), _host_copy(state.windows[slot])))
+            if isinstance(self._states[layer], DeltaState):
+                parts.append(DeltaPart(layer, next(copies), next(copies)))
                 continue
-            tail = state.kv[table.pages[sealed].place, :, :rest] if rest else state.kv[0, :, :0]
-            query = None if table.query is None else _host_copy(table.query[kv_index])
-            parts.append(KvPart(layer, tuple(page[kv_index] for page in pages), _host_copy(tail), query))
+            query = None if table.query is None else host_copies([table.query[kv_index]])[0]
+            parts.append(KvPart(layer, tuple(page[kv_index] for page in pages), next(copies), query))
             kv_index += 1
         return parts
+
+    def _own_tensors(self, slot: int, sealed: int, rest: int) -> list[torch.Tensor]:
+        """What no other snapshot can share, layer by layer: state and window, or the rows of the open page."""
+        tensors = list[torch.Tensor]()
+        for layer in self.span.layers:
+            state = self._states[layer]
+            if isinstance(state, DeltaState):
+                tensors += [state.states[slot], state.windows[slot]]
+            else:
+                place = self._tables[slot].pages[sealed].place if rest else 0
+                tensors.append(state.kv[place, :, :rest])
+        return tensors
 
     def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
         """Put the slot at `position`, or say why not."""
@@ -321,10 +332,6 @@ class LocalStage:
     def check(self) -> None:
         """Nothing leaked; called when idle."""
         self.pool.check()
-
-
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _ahead_of(ahead: Ahead | None, rows: range) -> Ahead | None:

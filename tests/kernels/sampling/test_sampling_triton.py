@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from rekindle.kernels.sampling import naive, triton
@@ -18,18 +19,69 @@ def test_argmax_agrees_and_breaks_ties_downwards():
     assert triton.argmax(logits)[1:].tolist() == [5, triton.PART * 2 + 76, 4]
 
 
-def test_draws_agree():
-    torch.manual_seed(1)
-    rows, n = 40, 21
-    values = (3 * torch.randn(rows, n)).sort(-1, descending=True).values
-    tokens = torch.randint(1000, (rows, n))
-    settings = torch.stack(
+@pytest.fixture(autouse=True)
+def _small_runs(monkeypatch):
+    """Several runs and parts of a small vocabulary, and more than one round of selection."""
+    monkeypatch.setattr(triton, "RUN", 64)
+    monkeypatch.setattr(triton, "FINAL", 64)
+    monkeypatch.setattr(triton, "OPEN_PART", 128)
+
+
+def _settings(rows, top_k):
+    return torch.stack(
         (
-            torch.rand(rows).mul(2).where(torch.rand(rows) > 0.2, 0.0),
-            torch.randint(0, n + 5, (rows,)).float(),
+            torch.rand(rows) * 2 + 0.05,
+            top_k.float(),
             torch.rand(rows).where(torch.rand(rows) > 0.3, 1.0),
-            (torch.rand(rows) - 0.5).clamp(min=0),
+            (torch.rand(rows) - 0.5).clamp(min=0).where(torch.rand(rows) > 0.5, 0.0) / 4,
             torch.rand(rows),
         )
     )
-    assert triton.draw(values, tokens, settings).tolist() == naive.draw(values, tokens, settings).tolist()
+
+
+def _defined(logits, settings):
+    values, tokens = logits.sort(dim=-1, descending=True, stable=True)
+    return naive.draw(values, tokens, settings, logits.shape[1]).tolist()
+
+
+@pytest.mark.parametrize("coarse", [False, True])  # coarse logits, as a bfloat16 head gives them: many are equal
+def test_draws_among_the_best_agree(coarse):
+    torch.manual_seed(1)
+    logits = 3 * torch.randn(24, 700)
+    if coarse:
+        logits = logits.round()
+    settings = _settings(24, torch.randint(1, 40, (24,)))
+    settings[0, ::5] = 0.0
+    assert triton.draw_narrow(logits, settings).tolist() == _defined(logits, settings)
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+def test_draws_among_all_agree(coarse):
+    torch.manual_seed(2)
+    logits = 4 * torch.randn(24, 700)
+    if coarse:
+        logits = logits.round()
+    settings = _settings(24, torch.zeros(24))
+    settings[2, :3] = torch.tensor([0.0, 1e-3, 0.999])
+    assert triton.draw_open(logits, settings).tolist() == _defined(logits, settings)
+
+
+def test_masked_logits_are_never_drawn():
+    torch.manual_seed(3)
+    logits = torch.full((8, 300), -torch.inf)
+    logits[:, [7, 150, 299]] = torch.randn(8, 3)
+    for top_k, draw in ((5, triton.draw_narrow), (0, triton.draw_open)):
+        settings = torch.stack(
+            [torch.full((8,), x) for x in (1.0, top_k, 0.95, 0.0)] + [torch.linspace(0, 1 - 2**-23, 8)]
+        )
+        assert set(draw(logits, settings).tolist()) <= {7, 150, 299}
+
+
+def test_rows_of_every_kind_are_drawn_as_if_alone():
+    torch.manual_seed(4)
+    logits = 3 * torch.randn(6, 700)
+    settings = _settings(6, torch.tensor([0, 5, 300, 0, 20, 7]))
+    settings[0, 5] = 0.0
+    together = triton.sample(logits, settings).tolist()
+    assert together == [triton.sample(logits[i : i + 1], settings[:, i : i + 1])[0].item() for i in range(6)]
+    assert together == _defined(logits, settings)

@@ -125,8 +125,9 @@ def _launch(
         tables.stride(0), tables.shape[1], q.stride(0), q.stride(1),
         0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), shortest, longest, splits,
         scale * 1.4426950408889634,
-        SPLIT=split, SINGLE=single, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=tile_keys, PAGE=PAGE,
-        LEAST=LEAST, PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
+        SPLIT=split, SINGLE=single, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=tile_keys,
+        PAGE=PAGE, LEAST=LEAST, PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if split:
         columns = min(64, dim)
@@ -172,8 +173,8 @@ def _bounds(starts, segment, SINGLE: tl.constexpr):
 def _attend_kernel(
     q, kv, tables, page_positions, starts, row_positions, out, lse, gate,
     table_row, table_pages, q_row, q_head, gate_row, gate_head, shortest, longest, splits, scale,
-    SPLIT: tl.constexpr, SINGLE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, SINGLE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head, segment = tl.program_id(1), tl.program_id(2)
     split = tl.program_id(0) % splits

@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rekindle.kernels.device import is_roomy

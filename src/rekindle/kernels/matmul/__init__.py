@@ -73,9 +73,9 @@ def multiply_add(x: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
 
 
 def multiply_all(x: Tensor, matrices: list[Matrix]) -> list[Tensor]:
-    """The same x through several matrices; on a GPU a single row takes one launch for up to four of them."""
-    if x.is_cuda and x.shape[0] == 1:
-        return _gpu().multiply_row_by_all(x, matrices)
+    """The same x through several matrices; on a GPU a few rows take one launch for up to four of them."""
+    if x.is_cuda and _gpu().few(x.shape[0]):
+        return _gpu().multiply_by_all(x, matrices)
     return [multiply(x, matrix) for matrix in matrices]
 
 

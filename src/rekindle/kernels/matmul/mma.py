@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from rekindle.kernels.matmul.packing import GROUPED
 from rekindle.kernels.matmul.tiles import bits_of, half_at, has_minimum, zero_of
@@ -70,8 +71,16 @@ def load_two(address):
         "=r,=r,l",
         [address],
         dtype=(tl.int32, tl.int32),
-        is_pure=True,
+        is_pure=False,  # it must not move to before the launch that writes x is done
         pack=1,
+    )
+
+
+@triton.jit
+def load_one(p):
+    """4 bytes as a register. A plain load of several elements per thread could bring its own order of threads."""
+    return tl.inline_asm_elementwise(
+        "ld.global.b32 $0, [$1];", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -282,11 +291,12 @@ def step_products(acc, first, second, address, factor, TYPE: tl.constexpr):
 @triton.jit
 def tile_products(
     address, codes, high, scales, supers, row, row2, step,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, STRIDE: tl.constexpr, AHEAD: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, STRIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` and `row2` of a matrix times x over steps step, step + STRIDE, …: four [NT, threads].
 
     AHEAD: what the next step reads is asked for before this one is multiplied, at the price of registers.
+    EARLY: this launch began before the one that writes x was done, and waits for it here.
     """
     t = threads(step.shape[1] // 32)[1]
     steps: tl.constexpr = COLUMNS // 256
@@ -295,6 +305,8 @@ def tile_products(
     if AHEAD:
         a = load_step(codes, high, scales, supers, row, step, step < steps, t, COLUMNS, TYPE)
         b = load_step(codes, high, scales, supers, row2, step, step < steps, t, COLUMNS, TYPE)
+        if EARLY:
+            gdc_wait()
         for _ in range(0, steps, STRIDE):
             after = step + STRIDE
             a_next = load_step(codes, high, scales, supers, row, after, after < steps, t, COLUMNS, TYPE)
@@ -304,6 +316,8 @@ def tile_products(
             b = b_next
             step = after
     else:
+        if EARLY:
+            gdc_wait()
         for _ in range(0, steps, STRIDE):
             a = load_step(codes, high, scales, supers, row, step, step < steps, t, COLUMNS, TYPE)
             b = load_step(codes, high, scales, supers, row2, step, step < steps, t, COLUMNS, TYPE)
@@ -316,10 +330,11 @@ def tile_products(
 def over_warps(acc, NT: tl.constexpr, WARPS: tl.constexpr):
     """The warps' shares added up: four [NT, 32], lane by lane."""
     c0, c1, c2, c3 = acc
-    c0 = tl.sum(c0.reshape(NT, WARPS, 32), 1)
-    c1 = tl.sum(c1.reshape(NT, WARPS, 32), 1)
-    c2 = tl.sum(c2.reshape(NT, WARPS, 32), 1)
-    c3 = tl.sum(c3.reshape(NT, WARPS, 32), 1)
+    if WARPS > 1:
+        quads = tl.join(tl.join(c0, c1), tl.join(c2, c3)).reshape(NT, WARPS, 128)
+        upper, lower = tl.split(tl.sum(quads, 1).reshape(NT, 32, 2, 2))
+        c0, c1 = tl.split(upper)
+        c2, c3 = tl.split(lower)
     return c0, c1, c2, c3
 
 
@@ -327,19 +342,13 @@ def over_warps(acc, NT: tl.constexpr, WARPS: tl.constexpr):
 def gated_over_warps(acc, NT: tl.constexpr, WARPS: tl.constexpr):
     """silu(gate) · up, where even warps hold shares of gate and odd warps shares of up."""
     c0, c1, c2, c3 = acc
-    return (
-        _gated_over_warps(c0, NT, WARPS),
-        _gated_over_warps(c1, NT, WARPS),
-        _gated_over_warps(c2, NT, WARPS),
-        _gated_over_warps(c3, NT, WARPS),
-    )
-
-
-@triton.jit
-def _gated_over_warps(c, NT: tl.constexpr, WARPS: tl.constexpr):
-    both = tl.sum(c.reshape(NT, WARPS // 2, 2, 32), 1)
-    gate, up = tl.split(tl.permute(both, (0, 2, 1)))
-    return gate * tl.sigmoid(gate) * up
+    quads = tl.join(tl.join(c0, c1), tl.join(c2, c3)).reshape(NT, WARPS // 2, 256)
+    both = tl.permute(tl.sum(quads, 1).reshape(NT, 2, 128), (0, 2, 1))
+    gate, up = tl.split(both)
+    upper, lower = tl.split((gate * tl.sigmoid(gate) * up).reshape(NT, 32, 2, 2))
+    c0, c1 = tl.split(upper)
+    c2, c3 = tl.split(lower)
+    return c0, c1, c2, c3
 
 
 @triton.jit

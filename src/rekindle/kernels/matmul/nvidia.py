@@ -1,5 +1,7 @@
 """One to FEW_ROWS rows through grouped planes in NVIDIA's matrix units; `mma` holds the pieces."""
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -8,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from rekindle.kernels.matmul.mma import (
     gated_over_warps,
@@ -26,12 +29,18 @@ ENOUGH_WARPS = 4096  # in flight, to keep the memory of a large card busy
 class FewConfig(NamedTuple):
     """Warps that share 16 rows of the matrix, side by side along the columns; eights of rows of x in one program.
 
-    `ahead`: a warp asks for its next step before it multiplies this one.
+    `ahead`: a warp asks for its next step before it multiplies this one. `early` (Hopper on): programs take their
+    places and ask for their first weights while the launch before still runs.
     """
 
     warps: int
     eights: int
     ahead: bool
+    early: bool = False
+
+    @property
+    def launch(self) -> dict[str, int | bool]:
+        return {"num_warps": self.warps, "num_stages": 1} | ({"launch_pdl": True} if self.early else {})
 
 
 def few_config(width: int, columns: int, rows: int, paired: bool = False) -> FewConfig:
@@ -46,7 +55,8 @@ def few_config(width: int, columns: int, rows: int, paired: bool = False) -> Few
 @triton.jit
 def _segment(
     x, x_stride, rows, residual, out, codes, high, scales, supers, width, pid,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, ADD: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, ADD: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """16 outputs of one matrix for 8 · NT rows of x."""
     g, t, warp = threads(WARPS)
@@ -55,7 +65,7 @@ def _segment(
     row = tl.minimum(pid * 16 + g, width - 1).to(tl.int64)
     row2 = tl.minimum(pid * 16 + g + 8, width - 1).to(tl.int64)
     acc = tile_products(
-        address, codes, high, scales, supers, row, row2, warp, COLUMNS, TYPE, WARPS, AHEAD
+        address, codes, high, scales, supers, row, row2, warp, COLUMNS, TYPE, WARPS, AHEAD, EARLY
     )  # fmt: skip
     acc = over_warps(acc, NT, WARPS)
     store_tile(out, residual, acc, tl.program_id(0) * 8 * NT, rows, pid * 16, width, NT, ADD)
@@ -69,15 +79,18 @@ def _products_kernel(
     out2, codes2, high2, scales2, supers2, width2,
     out3, codes3, high3, scales3, supers3, width3,
     COLUMNS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr, TYPE3: tl.constexpr,
-    ADD: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
+    ADD: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Up to four matrices behind one another; a program belongs to one of them."""
+    if EARLY:
+        gdc_launch_dependents()
     pid = tl.program_id(1)
     end = tl.cdiv(width0, 16)
     if pid < end:
         _segment(
             x, x_stride, rows, residual, out0, codes0, high0, scales0, supers0, width0, pid,
-            COLUMNS, TYPE0, ADD, NT, WARPS, AHEAD,
+            COLUMNS, TYPE0, ADD, NT, WARPS, AHEAD, EARLY,
         )  # fmt: skip
     if TYPE1 != "none":
         pid -= end
@@ -85,7 +98,7 @@ def _products_kernel(
         if (pid >= 0) & (pid < end):
             _segment(
                 x, x_stride, rows, residual, out1, codes1, high1, scales1, supers1, width1, pid,
-                COLUMNS, TYPE1, False, NT, WARPS, AHEAD,
+                COLUMNS, TYPE1, False, NT, WARPS, AHEAD, EARLY,
             )  # fmt: skip
     if TYPE2 != "none":
         pid -= end
@@ -93,23 +106,26 @@ def _products_kernel(
         if (pid >= 0) & (pid < end):
             _segment(
                 x, x_stride, rows, residual, out2, codes2, high2, scales2, supers2, width2, pid,
-                COLUMNS, TYPE2, False, NT, WARPS, AHEAD,
+                COLUMNS, TYPE2, False, NT, WARPS, AHEAD, EARLY,
             )  # fmt: skip
     if TYPE3 != "none":
         pid -= end
         if pid >= 0:
             _segment(
                 x, x_stride, rows, residual, out3, codes3, high3, scales3, supers3, width3, pid,
-                COLUMNS, TYPE3, False, NT, WARPS, AHEAD,
+                COLUMNS, TYPE3, False, NT, WARPS, AHEAD, EARLY,
             )  # fmt: skip
 
 
 @triton.jit
 def _gated_products_kernel(
     x, x_stride, rows, out, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """silu(gate x) · (up x): 16 outputs for 8 · NT rows of x; even warps take gate, odd ones up."""
+    if EARLY:
+        gdc_launch_dependents()
     pid = tl.program_id(1)
     g, t, warp = threads(WARPS)
     m = tl.program_id(0) * 8 * NT + 8 * tl.arange(0, NT)[:, None] + g
@@ -119,7 +135,7 @@ def _gated_products_kernel(
     is_up = warp % 2 == 1
     acc = tile_products(
         address, tl.where(is_up, up_codes, codes), tl.where(is_up, up_high, high), tl.where(is_up, up_scales, scales),
-        tl.where(is_up, up_supers, supers), row, row2, warp // 2, COLUMNS, TYPE, WARPS // 2, AHEAD,
+        tl.where(is_up, up_supers, supers), row, row2, warp // 2, COLUMNS, TYPE, WARPS // 2, AHEAD, EARLY,
     )  # fmt: skip
     acc = gated_over_warps(acc, NT, WARPS)
     store_tile(out, out, acc, tl.program_id(0) * 8 * NT, rows, pid * 16, width, NT, False)
@@ -143,7 +159,8 @@ def multiply(
     grid = (triton.cdiv(rows, 8 * config.eights), sum(triton.cdiv(n, 16) for n in widths))
     _products_kernel[grid](
         x, x.stride(0), rows, outs[0] if residual is None else residual, *arguments, columns, *types,
-        ADD=residual is not None, NT=config.eights, WARPS=config.warps, AHEAD=config.ahead, num_warps=config.warps, num_stages=1,
+        ADD=residual is not None, NT=config.eights, WARPS=config.warps, AHEAD=config.ahead, EARLY=config.early,
+        **config.launch,
     )  # fmt: skip
     return outs
 
@@ -156,7 +173,8 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, config: FewConfig | None = None)
     out = torch.empty(rows, gate.rows, dtype=x.dtype, device=x.device)
     _gated_products_kernel[(triton.cdiv(rows, 8 * config.eights), triton.cdiv(gate.rows, 16))](
         x, x.stride(0), rows, out, gate.rows, *_planes(gate), *_planes(up), columns, gate.type,
-        NT=config.eights, WARPS=config.warps, AHEAD=config.ahead, num_warps=config.warps, num_stages=1,
+        NT=config.eights, WARPS=config.warps, AHEAD=config.ahead, EARLY=config.early,
+        **config.launch,
     )  # fmt: skip
     return out
 

@@ -216,7 +216,9 @@ def dot_blocks(x, codes, high, scales, supers, b, b_mask, blk, mask, nought, TYP
     second = first
     for j in tl.static_range(FIELDS):
         if MASKED:
-            x_j = tl.load(p_x + first_of(TYPE, j), b_mask[:, None], other=0.0, eviction_policy="evict_last").to(tl.float32)
+            x_j = tl.load(p_x + first_of(TYPE, j), b_mask[:, None], other=0.0, eviction_policy="evict_last").to(
+                tl.float32
+            )
         else:
             x_j = tl.load(p_x + first_of(TYPE, j), eviction_policy="evict_last").to(tl.float32)
         q = codes_at(words, above, nought, j, TYPE)

@@ -1,13 +1,14 @@
 """Products with packed weights on a GPU.
 
-One row is bound by reading weights: every thread multiplies whole blocks against a few rows of the matrix, without the
-matrix units. A few rows go through the matrix units, tile by tile expanded in registers. Many rows are bound by
-arithmetic: the matrix is expanded to a scratch buffer and the vendor's library multiplies.
+Up to `nvidia.FEW_ROWS` rows of bfloat16 through grouped types take the way of `nvidia`, on its cards. Elsewhere one row
+is bound by reading weights: every thread multiplies whole blocks against a few rows of the matrix, without the matrix
+units; a few rows go through the matrix units, tile by tile expanded in registers. Many rows are bound by arithmetic:
+the matrix is expanded to a scratch buffer and the vendor's library multiplies.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -16,8 +17,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rekindle.kernels.matmul import mma, nvidia
 from rekindle.kernels.matmul.tiles import block_numbers, dot_blocks, dot_pair, load_weights
 from rekindle.kernels.matmul.types import Matrix, Packed
+
+T = TypeVar("T")
 
 MANY_ROWS = 128  # from here on a matrix is expanded whole
 SCRATCH = 1 << 28  # weights of the largest expanded slab: 512 MiB in 16 bits
@@ -67,6 +71,8 @@ def rows_config(type: str, out: int, columns: int, rows: int) -> RowsConfig:
 def multiply(x: Tensor, weight: Packed, residual: Tensor | None = None) -> Tensor:
     """x [rows, in] -> [rows, out] in x.dtype, or added to residual [rows, out] in its type."""
     rows = x.shape[0]
+    if by_units(x, weight):
+        return nvidia.multiply(x, [weight], residual)[0] if few(rows) else many_rows(x, weight, residual)
     if rows == 1:
         return launch_row(x, [weight], residual)[0]
     if rows < MANY_ROWS:
@@ -74,19 +80,51 @@ def multiply(x: Tensor, weight: Packed, residual: Tensor | None = None) -> Tenso
     return many_rows(x, weight, residual)
 
 
+def multiply_by_all(x: Tensor, matrices: list[Matrix]) -> list[Tensor]:
+    """A few rows through several matrices, in as few launches as may be."""
+    outs: dict[int, Tensor] = {}
+    units = {i: m.packed for i, m in enumerate(matrices) if m.packed is not None and by_units(x, m.packed)}
+    for some in _by_fours(list(units)):
+        outs |= zip(some, nvidia.multiply(x, [units[i] for i in some]), strict=True)
+    rest = [i for i in range(len(matrices)) if i not in units]
+    if x.shape[0] == 1:
+        outs |= zip(rest, multiply_row_by_all(x, [matrices[i] for i in rest]), strict=True)
+    else:
+        outs |= {i: _multiply_any(x, matrices[i]) for i in rest}
+    return [outs[i] for i in range(len(matrices))]
+
+
 def multiply_row_by_all(x: Tensor, matrices: list[Matrix]) -> list[Tensor]:
-    """One row through several matrices, SEGMENTS of them in a launch."""
+    """One row through several matrices, SEGMENTS of them in a launch, without the matrix units."""
     weights = [matrix.values if matrix.packed is None else matrix.packed for matrix in matrices]
-    parts = [weights[at : at + SEGMENTS] for at in range(0, len(weights), SEGMENTS)]
-    return [out for part in parts for out in launch_row(x, part)]
+    return [out for part in _by_fours(weights) for out in launch_row(x, part)]
 
 
 def swiglu(x: Tensor, gate: Packed, up: Packed) -> Tensor:
     """silu(gate x) · (up x), [rows, width] in x.dtype."""
     rows = x.shape[0]
-    if rows < MANY_ROWS and gate.type == up.type:
+    if gate.type == up.type and by_units(x, gate) and few(rows):
+        return nvidia.swiglu(x, gate, up)
+    if rows < MANY_ROWS and gate.type == up.type and not by_units(x, gate):
         return swiglu_row(x, gate, up) if rows == 1 else few_rows(x, gate, up)
     return silu_mul(multiply(x, gate), multiply(x, up))
+
+
+def by_units(x: Tensor, *weights: Packed) -> bool:
+    """All of these can be multiplied by x through `nvidia`."""
+    return mma.available(x) and all(mma.takes(weight.type) for weight in weights)
+
+
+def few(rows: int) -> bool:
+    return rows <= nvidia.FEW_ROWS
+
+
+def _multiply_any(x: Tensor, matrix: Matrix) -> Tensor:
+    return linear(x, matrix.values) if matrix.packed is None else multiply(x, matrix.packed)
+
+
+def _by_fours(items: list[T]) -> list[list[T]]:
+    return [items[at : at + SEGMENTS] for at in range(0, len(items), SEGMENTS)]
 
 
 # ---- one row -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 A pair is a row and one of its experts. For a few rows every pair reads its own weights: one launch for gate and up, one
 for down and the weighted sum. From there on pairs are grouped by expert, so that each expert's weights are read once
-per tile of its rows; for very many rows the experts are first expanded, some at a time.
+per tile of its rows; for very many rows the experts are first expanded, some at a time. Both have a faster form on
+NVIDIA's cards, in `nvidia`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from torch import Tensor
 
 from rekindle.kernels import matmul
 from rekindle.kernels.matmul.tiles import block_numbers, dot_blocks, dot_pair, load_weights
-from rekindle.kernels.matmul.triton import all_arrived, counters, expand, planes_of, row_slab, scratch
+from rekindle.kernels.matmul.triton import all_arrived, by_units, counters, expand, planes_of, row_slab, scratch
 from rekindle.kernels.matmul.types import Packed
+from rekindle.kernels.moe import nvidia
 from rekindle.kernels.moe.naive import LEAST_SUM
 from rekindle.kernels.moe.types import ExpertStack, SharedExpert
 
 Three = tuple[Packed, Packed, Packed]
 
 FEW_ROWS = 4  # up to here every pair reads its own weights
+UNITS_PAIR_ROWS = 8  # the same, where `nvidia` does it
+UNITS_ROWS = 256  # up to here the groups take the way of `nvidia`
 MANY_ROWS = 1024  # from here on experts are expanded
 ROUTED_ROWS = 16  # up to here the router is part of the choosing launch
 SCRATCH = 1 << 28  # weights expanded at a time
@@ -70,28 +74,37 @@ def _pairs_tile(pairs_per_expert: int) -> int:
 
 
 @triton.jit
-def _choose(logits, ids, weights, experts, least, USED: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr):
-    """The USED largest of one row's logits. An expert's place is the number of experts that come before it."""
+def _choose(logits, ids, weights, experts, least, USED: tl.constexpr, E: tl.constexpr, PLACES: tl.constexpr):
+    """The USED largest of one row's logits, largest first: each round takes the largest key that is left.
+
+    A key orders by logit (its bits, made to rise with the number), then by the lowest id.
+    """
     e = tl.arange(0, E)
-    mine = tl.load(logits + e, e < experts, other=float("-inf"), cache_modifier=".cg")
-    place = tl.zeros([E], tl.int32)
-    for start in range(0, E, CHUNK):
-        o = start + tl.arange(0, CHUNK)
-        other = tl.load(logits + o, o < experts, other=float("-inf"), cache_modifier=".cg")
-        before = (other[None, :] > mine[:, None]) | ((other[None, :] == mine[:, None]) & (o[None, :] < e[:, None]))
-        place += tl.sum(before.to(tl.int32), 1)
-    chances = tl.exp(mine - tl.max(mine, 0))
-    chances = chances / tl.sum(chances, 0)
-    chosen = (place < USED) & (e < experts)
-    total = tl.maximum(tl.sum(tl.where(chosen, chances, 0.0), 0), least)
-    tl.store(ids + place, e, chosen)
-    tl.store(weights + place, chances / total, chosen)
+    logit = tl.load(logits + e, e < experts, other=float("-inf"), cache_modifier=".cg") + 0.0  # no minus zero
+    top = tl.max(logit, 0)
+    every = tl.sum(tl.exp(logit - top), 0)
+    bits = logit.to(tl.int32, bitcast=True)
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    taken = tl.full([E], -0x8000000000000000, tl.int64)
+    key = tl.where(e < experts, (rising.to(tl.int64) << 32) | (E - 1 - e).to(tl.int64), taken)
+    place = tl.arange(0, PLACES)
+    chosen = tl.zeros([PLACES], tl.int64)
+    for p in tl.static_range(USED):
+        best = tl.max(key, 0)
+        chosen = tl.where(place == p, best, chosen)
+        key = tl.where(key == best, taken, key)
+    rising = (chosen >> 32).to(tl.int32)
+    logit = (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    chance = tl.where(place < USED, tl.exp(logit - top) / every, 0.0)
+    total = tl.maximum(tl.sum(chance, 0), least)
+    tl.store(ids + place, E - 1 - (chosen & 0xFFFFFFFF).to(tl.int32), place < USED)
+    tl.store(weights + place, chance / total, place < USED)
 
 
 @triton.jit
 def _route_kernel(
     h, router, logits, ids, weights, arrived, experts, hidden, least,
-    USED: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
+    USED: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """BE logits of one row; the last program of the row chooses."""
     row = tl.program_id(1)
@@ -106,33 +119,44 @@ def _route_kernel(
         acc += w.to(tl.float32) * x[None, :]
     tl.store(logits + row * experts + e, tl.sum(acc, 1), e < experts)
     if all_arrived(arrived + row, tl.num_programs(0)):
-        _choose(logits + row * experts, ids + row * USED, weights + row * USED, experts, least, USED, E, CHUNK)
+        _choose(logits + row * experts, ids + row * USED, weights + row * USED, experts, least, USED, E, PLACES)
 
 
 @triton.jit
-def _choose_kernel(logits, ids, weights, experts, least, USED: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr):
+def _choose_kernel(logits, ids, weights, experts, least, USED: tl.constexpr, E: tl.constexpr, PLACES: tl.constexpr):
     row = tl.program_id(0)
-    _choose(logits + row * experts, ids + row * USED, weights + row * USED, experts, least, USED, E, CHUNK)
+    _choose(logits + row * experts, ids + row * USED, weights + row * USED, experts, least, USED, E, PLACES)
 
 
-def route(h: Tensor, router: Tensor, used: int) -> tuple[Tensor, Tensor]:
+class RouteConfig(NamedTuple):
+    """Experts and columns of a program's tile. One warp each: the choosing at the end needs no barriers then."""
+
+    experts: int
+    columns: int
+    warps: int
+
+
+ROUTE = RouteConfig(1, 2048, 1)
+
+
+def route(h: Tensor, router: Tensor, used: int, config: RouteConfig = ROUTE) -> tuple[Tensor, Tensor]:
     """Ids int32 and weights float32 [rows, used] of the chosen experts."""
     rows, hidden = h.shape
     experts = router.shape[0]
     ids = torch.empty(rows, used, dtype=torch.int32, device=h.device)
     weights = torch.empty(rows, used, dtype=torch.float32, device=h.device)
-    width = triton.next_power_of_2(experts)
-    chunk = min(32, width)
+    width, places = triton.next_power_of_2(experts), triton.next_power_of_2(used)
     if rows > ROUTED_ROWS:
         logits = h.float() @ router.float().T
         _choose_kernel[(rows,)](
-            logits, ids, weights, experts, LEAST_SUM, USED=used, E=width, CHUNK=chunk, num_warps=4
+            logits, ids, weights, experts, LEAST_SUM, USED=used, E=width, PLACES=places, num_warps=1
         )  # fmt: skip
         return ids, weights
     logits = torch.empty(rows, experts, dtype=torch.float32, device=h.device)
-    _route_kernel[(triton.cdiv(experts, 2), rows)](
+    _route_kernel[(triton.cdiv(experts, config.experts), rows)](
         h.contiguous(), router, logits, ids, weights, counters(h.device), experts, hidden, LEAST_SUM,
-        USED=used, E=width, BE=2, BK=1024, CHUNK=chunk, num_warps=4,
+        USED=used, E=width, BE=config.experts, BK=min(config.columns, triton.next_power_of_2(hidden)), PLACES=places,
+        num_warps=config.warps,
     )  # fmt: skip
     return ids, weights
 
@@ -412,7 +436,7 @@ def by_group(
     up_tile: GroupConfig | None = None, down_tile: GroupConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Each expert's weights are read once per tile of its pairs; `expanding` turns them into values beforehand."""
-    rows, hidden = h.shape
+    hidden = h.shape[1]
     used, pairs = ids.shape[1], ids.numel()
     h = h.contiguous()
     density = triton.cdiv(2 * pairs, gate.experts)
@@ -423,6 +447,29 @@ def by_group(
     _grouped(h, order, starts, weights, inner, [gate, up], used, tile, expanding)
     tile = down_tile or down_config(density, expanding)
     _grouped(inner, order, starts, weights, shares, [down], used, tile, expanding)
+    return _combined(h, shares, used, shared, residual)
+
+
+def by_units_group(
+    h: Tensor, ids: Tensor, weights: Tensor, gate: ExpertStack, up: ExpertStack, down: ExpertStack,
+    shared: SharedExpert | None, residual: Tensor | None, config: nvidia.UnitsConfig = nvidia.GROUPS,
+) -> Tensor:  # fmt: skip
+    """The same through `nvidia`, for rows few enough that an expert has a handful of pairs."""
+    h = h.contiguous()
+    density = triton.cdiv(2 * ids.numel(), gate.experts)
+    eights = min(2, triton.next_power_of_2(triton.cdiv(density, 8)))
+    order, starts = group(ids, gate.experts)
+    shares = nvidia.grouped_shares(
+        h, order, starts, weights, gate.planes, up.planes, down.planes, gate.rows, eights, config
+    )  # fmt: skip
+    return _combined(h, shares, ids.shape[1], shared, residual)
+
+
+def _combined(
+    h: Tensor, shares: Tensor, used: int, shared: SharedExpert | None, residual: Tensor | None
+) -> Tensor:  # fmt: skip
+    """The pairs' shares [pairs, hidden] added up by row, with the shared expert and the residual."""
+    rows, hidden = h.shape
     extra = None if shared is None else matmul.multiply(matmul.swiglu(h, shared.gate, shared.up), shared.down)
     out = torch.empty(rows, hidden, dtype=h.dtype if residual is None else residual.dtype, device=h.device)
     block = min(512, triton.next_power_of_2(hidden))
@@ -467,13 +514,18 @@ def moe(
 ) -> Tensor:  # fmt: skip
     """The chosen experts, weighted, and the shared one: [rows, hidden]."""
     rows = h.shape[0]
-    if rows <= FEW_ROWS and gate.planes.type == up.planes.type:
-        if shared is None:
-            return by_pair(h, ids, weights, gate.planes, up.planes, down.planes, gate.rows, None, residual)
-        packed = shared.gate.packed, shared.up.packed, shared.down.packed
+    units = gate.planes.type == up.planes.type and by_units(h, gate.planes, up.planes, down.planes)
+    if rows <= (UNITS_PAIR_ROWS if units else FEW_ROWS) and gate.planes.type == up.planes.type:
+        packed = None if shared is None else (shared.gate.packed, shared.up.packed, shared.down.packed)
+        planes = gate.planes, up.planes, down.planes
+        if shared is None or packed is None:
+            run = nvidia.by_pair if units else by_pair
+            return run(h, ids, weights, *planes, gate.rows, None, residual)
         if _fits_pairs(packed, gate.rows):
-            quad = (*packed, shared.scale)
-            return by_pair(h, ids, weights, gate.planes, up.planes, down.planes, gate.rows, quad, residual)
+            run = nvidia.by_pair if units and by_units(h, *packed) else by_pair
+            return run(h, ids, weights, *planes, gate.rows, (*packed, shared.scale), residual)
+    if units and rows <= UNITS_ROWS:
+        return by_units_group(h, ids, weights, gate, up, down, shared, residual)
     return by_group(h, ids, weights, gate, up, down, shared, residual, expanding=rows >= MANY_ROWS)
 
 

@@ -29,34 +29,34 @@ def sample(
     """logits float32 [rows, vocab], settings [rows] -> int64 [rows].
 
     Temperature first, then top-k (0: off), top-p (1: off), min-p (0: off), each on what the one before left; then the
-    first token whose cumulated probability exceeds the uniform number in [0, 1). Temperature 0 takes the highest
-    logit, the lowest id on ties. The settings lie together; on the host they choose a cheaper path where there is one.
+    first token, in the order of the vocabulary, whose cumulated probability exceeds the uniform number in [0, 1). (In
+    that order a draw needs no sorted vocabulary.) Temperature 0 takes the highest logit, the lowest id on ties. The
+    settings lie together; on the host they choose a cheaper path where there is one.
     """
     if _on_host(temperature) and bool((temperature == 0).all()):
         return argmax(logits)
-    width = logits.shape[-1]
-    if _on_host(top_k) and bool(((top_k > 0) | (temperature.cpu() == 0)).all()):
-        width = min(width, max(1, int(top_k.max())))
-    values, tokens = _highest(logits, width)
     # one transfer for all settings; a uniform number just below 1 may not round up to the whole
     settings = torch.stack([x.float() for x in (temperature, top_k, top_p, min_p, uniforms.clamp(max=1 - 2**-23))])
-    settings = settings.to(logits.device, non_blocking=True)
-    if logits.is_cuda and width <= SMALL_TOP_K:
+    if logits.is_cuda and _on_host(settings):
         from rekindle.kernels.sampling import triton
 
-        return triton.draw(values, tokens, settings)
-    return draw(values, tokens, settings)
+        return triton.sample(logits, settings)
+    width = logits.shape[-1]
+    if _on_host(settings) and bool(((settings[1] > 0) | (settings[0] == 0)).all()):
+        width = min(width, max(1, int(settings[1].max())))
+    return draw(*_highest(logits, width), settings.to(logits.device), logits.shape[-1])
 
 
-def draw(values: Tensor, tokens: Tensor, settings: Tensor) -> Tensor:
+def draw(values: Tensor, tokens: Tensor, settings: Tensor, vocab: int) -> Tensor:
     """One of the tokens [rows, n], whose logits descend; settings float32 [5, rows] as `sample` names them."""
     temperature, top_k, top_p, min_p, uniforms = settings[:, :, None]
     greedy = temperature == 0
     scaled = (values - values[:, :1]) / torch.where(greedy, 1.0, temperature)
-    cumulated = _filtered(scaled.exp(), top_k, top_p, min_p).cumsum(-1)
+    weights = _filtered(scaled.exp(), top_k, top_p, min_p)
+    cumulated = weights.new_zeros(weights.shape[0], vocab).scatter_(-1, tokens, weights).cumsum(-1)
     beyond = uniforms * cumulated[:, -1:] < cumulated
     first = beyond.to(torch.int8).argmax(-1, keepdim=True)  # beyond is False … False True … True
-    return tokens.gather(-1, torch.where(greedy, 0, first))[:, 0]
+    return torch.where(greedy, tokens[:, :1], first)[:, 0]
 
 
 def argmax(logits: Tensor) -> Tensor:
