@@ -185,6 +185,16 @@ def decode(layers: list[Any], recorded: bool, steps: int = STEPS) -> tuple[float
     return seconds * 1e6 / LAYERS, missed[0] / missed[1] if missed[1] else 0.0
 
 
+def on_host(layers: list[Any]) -> float:
+    """µs per layer of a single row whose cold experts are computed on the CPU."""
+
+    def step() -> None:
+        for i, layer in enumerate(layers):
+            layer.forward(inputs(1, 700 + i))
+
+    return timed(step, 1, warm=1) * 1e6 / LAYERS
+
+
 def prefill(layers: list[Any], rows: int) -> float:
     """µs per layer of one chunk."""
     chunks = [inputs(rows, 500 + i) for i in range(4)]
@@ -214,7 +224,7 @@ def check(layers: Layers) -> None:
             cold = layers.cold(routers, layers.hot_sets(routers, 64), cost)
             assert cold[0].way(rows) is Way[name.upper()], f"{rows} rows go by {cold[0].way(rows)}"
             worst, same = 0.0, True
-            for seed in range(6 if rows < 4 else 2):
+            for seed in range(5 if name == "ring" else 2):
                 for a, b in zip(hot, cold, strict=True):
                     if seed == 3:  # in the middle, someone is promoted
                         b.swap(b.residency.hot[5], next(e for e in range(EXPERTS) if e not in b.residency.hot))
@@ -228,7 +238,7 @@ def check(layers: Layers) -> None:
             kind = "skewed" if skewed else "uniform"
             say(f"check {kind} {name} {rows} rows: relative error {worst:.1e}, same bits {same}")
             assert worst < 1.5e-2, "a cold expert changed the answer"
-            if name == "ring":  # up to four rows, the same kernel reads the same planes
+            if name == "ring" and rows < 3:  # in one turn, the same kernel reads the same planes
                 assert same, "the ring changed bits"
 
 
@@ -312,7 +322,7 @@ def main() -> None:
             }
             for layer in cold:
                 layer.cost = SLOW
-            figures["host"] = decode(cold, recorded=False, steps=5)[0]
+            figures["host"] = on_host(cold)
             rows.append({"choices": skewed, "hot": name, **figures})
             del cold
             gc.collect()

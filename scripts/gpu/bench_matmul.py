@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from rekindle.kernels import moe
-from rekindle.kernels.matmul import naive
+from rekindle.kernels.matmul import naive, nvidia
 from rekindle.kernels.matmul import triton as fast
 from rekindle.kernels.matmul.packing import FORMATS, pack
 from rekindle.kernels.matmul.types import Matrix, Packed
 from rekindle.kernels.moe import naive as moe_naive
+from rekindle.kernels.moe import nvidia as moe_nvidia
 from rekindle.kernels.moe import triton as fast_moe
 from rekindle.kernels.moe.types import ExpertStack, SharedExpert
 
@@ -85,50 +86,78 @@ def error(out: Tensor, expected: Tensor) -> float:
     return float((out.double() - expected).norm() / expected.norm())
 
 
-def check(log: Callable[[str], None]) -> None:
-    """Every kernel against the definition, on fresh inputs, twice for the same bits."""
-    worst: dict[str, float] = {}
+class Checks:
+    """Every kernel against the definition, on fresh inputs, twice for the same bits; one method call is one part."""
 
-    def compare(name: str, run: Callable[[], Tensor], expected: Tensor, bound: float) -> None:
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self.log = log
+        self.worst: dict[str, float] = {}
+
+    def compare(self, name: str, run: Callable[[], Tensor], expected: Tensor, bound: float) -> None:
         first, second = run(), run()
         found = error(first, expected)
-        worst[name] = max(worst.get(name, 0.0), found)
+        self.worst[name] = max(self.worst.get(name, 0.0), found)
         if not found < bound or not torch.equal(first, second):
-            log(f"WRONG {name}: error {found:.2e}, bound {bound:.0e}, same bits {torch.equal(first, second)}")
+            same = torch.equal(first, second)
+            self.log(f"WRONG {name}: error {found:.2e}, bound {bound:.0e}, same bits {same}")
 
-    for type in sorted(FORMATS):
+    def one_type(self, type: str) -> None:
         weight, other = random_packed(type, 1000, 2304), random_packed(type, 1000, 2304)
         values, others = naive.packed_values(weight).double(), naive.packed_values(other).double()
         expanded = fast.expand(weight, torch.full((1000, 2304), float("nan"), device=CUDA))
-        compare(f"{type} expand", lambda e=expanded: e, values, 1e-6)
-        for rows in (1, 2, 16, 17, 64, 100, 200):
+        self.compare(f"{type} expand", lambda: expanded, values, 1e-6)
+        for rows in (1, 2, 9, 17, 64, 100, 200):
             x = drawn(rows, 2304)
             wide = x.double()
-            compare(f"{type} multiply", lambda x=x, w=weight: fast.multiply(x, w), wide @ values.T, 6e-3)
+            self.compare(f"{type} multiply", lambda x=x: fast.multiply(x, weight), wide @ values.T, 6e-3)
             gated = torch.nn.functional.silu(wide @ values.T) * (wide @ others.T)
-            compare(f"{type} swiglu", lambda x=x, w=weight, o=other: fast.swiglu(x, w, o), gated, 9e-3)
+            self.compare(f"{type} swiglu", lambda x=x: fast.swiglu(x, weight, other), gated, 9e-3)
         x = torch.randn(1, 2304, device=CUDA)
-        compare(f"{type} float32 row", lambda x=x, w=weight: fast.multiply(x, w), x.double() @ values.T, 2e-6)
-    x, residual = drawn(5, 2304), drawn(5, 1000)
-    expected = residual.double() + x.double() @ values.T
-    compare("residual", lambda: fast.multiply(x, weight, residual), expected, 6e-3)
+        self.compare(f"{type} float32 row", lambda: fast.multiply(x, weight), x.double() @ values.T, 2e-6)
+        residual = torch.randn(5, 1000, device=CUDA)  # float32: what is left of the error is the product's own
+        x = drawn(5, 2304)
+        expected = residual.double() + x.double() @ values.T
+        self.compare(f"{type} product", lambda: fast.multiply(x, weight, residual), expected, 3e-3)
 
-    layer = Layer(experts=64)
-    for rows in (1, 3, 8, 40, 1100):
-        h = drawn(rows, 2048)
-        ids, weights = fast_moe.route(h, layer.router, 8)
-        expected_ids, expected_weights = moe_naive.route(h, layer.router, 8)
-        same = (ids == expected_ids).all(1)
-        compare("route", lambda w=weights, s=same: w[s], expected_weights[same].double(), 1e-4)
-        if int(same.sum()) < rows - max(1, rows // 100):  # near ties may fall either way
-            log(f"WRONG route: {int(same.sum())} of {rows} rows agree")
-        expected = layer.expected(h, ids, weights)
-        compare(f"moe {rows} rows", lambda h=h, i=ids, w=weights: layer.run(h, i, w), expected, 1.5e-2)
-        if rows == 8:
-            by_pair = functools.partial(layer.by_pair, h, ids, weights)
-            compare("moe by pair", by_pair, expected, 1.5e-2)
-    log("relative errors, worst of all row counts:")
-    log("  " + ", ".join(f"{name} {value:.1e}" for name, value in worst.items()))
+    def several(self) -> None:
+        """Matrices of different types in one launch, in every form of it."""
+        parts = [random_packed(t, n, 2304) for t, n in (("Q4_K", 1000), ("Q6_K", 40), ("Q5_K", 333), ("Q4_K", 48))]
+        configs = [
+            nvidia.FewConfig(*c)
+            for c in ((4, 0, False), (8, 0, True), (4, 0, True, True), (1, 0, False), (4, 1, False))
+        ]
+        for rows, config in [(1, c) for c in configs] + [(12, nvidia.FewConfig(4, 2, True))]:
+            x = drawn(rows, 2304)
+            expected = [x.double() @ naive.packed_values(p).double().T for p in parts]
+
+            def run(x: Tensor = x, config: nvidia.FewConfig = config) -> Tensor:
+                return torch.cat(nvidia.multiply(x, parts, None, config), dim=1)
+
+            self.compare("several", run, torch.cat(expected, dim=1), 6e-3)
+
+    def experts(self) -> None:
+        layer = Layer(experts=64)
+        for rows in (1, 3, 8, 40, 200, 1100):
+            h = drawn(rows, 2048)
+            for config in ROUTES if rows < 16 else ROUTES[:1]:
+                ids, weights = fast_moe.route(h, layer.router, 8, fast_moe.RouteConfig(*config))
+                expected_ids, expected_weights = moe_naive.route(h, layer.router, 8)
+                same = (ids == expected_ids).all(1)
+                self.compare("route", lambda w=weights, s=same: w[s], expected_weights[same].double(), 1e-4)
+                if int(same.sum()) < rows - max(1, rows // 100):  # near ties may fall either way
+                    self.log(f"WRONG route: {int(same.sum())} of {rows} rows agree")
+            expected = layer.expected(h, ids, weights)
+            self.compare(f"moe {rows} rows", lambda h=h, i=ids, w=weights: layer.run(h, i, w), expected, 1.5e-2)
+            if rows in (8, 200):
+                by_group = functools.partial(layer.by_units_group, h, ids, weights)
+                self.compare(f"moe {rows} rows by group", by_group, expected, 1.5e-2)
+
+    def parts(self) -> list[Callable[[], None]]:
+        return [*(functools.partial(self.one_type, t) for t in sorted(FORMATS)), self.several, self.experts]
+
+    def report(self) -> None:
+        self.log("relative errors, worst of all row counts:")
+        self.log("  " + ", ".join(f"{name} {value:.1e}" for name, value in self.worst.items()))
 
 
 # ---- one MoE layer of 35B-A3B ------------------------------------------------------------------------------------
@@ -154,14 +183,21 @@ class Layer:
     def run(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return moe.moe(h, ids, weights, self.gate, self.up, self.down, self.shared)
 
-    def by_pair(self, h: Tensor, ids: Tensor, weights: Tensor, **tiles: fast_moe.PairConfig) -> Tensor:
+    def by_pair(self, h: Tensor, ids: Tensor, weights: Tensor, config: moe_nvidia.UnitsConfig) -> Tensor:
         shared = self.shared
         assert shared.gate.packed is not None, "the shared expert is packed"
         assert shared.up.packed is not None, "the shared expert is packed"
         assert shared.down.packed is not None, "the shared expert is packed"
         quad = shared.gate.packed, shared.up.packed, shared.down.packed, shared.scale
         planes = self.gate.planes, self.up.planes, self.down.planes
-        return fast_moe.by_pair(h, ids, weights, *planes, 512, quad, None, **tiles)
+        return moe_nvidia.by_pair(h, ids, weights, *planes, 512, quad, None, config)
+
+    def by_units_group(
+        self, h: Tensor, ids: Tensor, weights: Tensor, config: moe_nvidia.UnitsConfig = moe_nvidia.GROUPS
+    ) -> Tensor:
+        return fast_moe.by_units_group(
+            h, ids, weights, self.gate, self.up, self.down, self.shared, None, config
+        )  # fmt: skip
 
     def by_group(
         self, h: Tensor, ids: Tensor, weights: Tensor, expanding: bool, **tiles: fast_moe.GroupConfig
@@ -206,58 +242,72 @@ def routed_inputs(rows: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 # ---- cases -------------------------------------------------------------------------------------------------------
 
-ROW_TILES = [(4, 32, 1), (8, 32, 1), (4, 64, 2), (8, 64, 2), (4, 128, 4), (2, 128, 4)]
-ROW_TILES += [(4, 32, 1, True), (4, 128, 4, True)]  # with early launch
-ROWS_TILES = [(64, 4, 0, 4, 3), (64, 8, 0, 4, 3), (64, 4, 0, 4, 5), (128, 4, 0, 8, 3), (32, 8, 0, 4, 3)]
-EXPAND_TILES = [(8, 32, 4), (4, 32, 4), (16, 8, 4), (2, 32, 2)]
-UP_PAIRS = [(8, 2), (4, 2), (8, 1), (16, 2), (4, 1)]
-DOWN_PAIRS = [(4, 4), (8, 4), (2, 4), (4, 2)]
-GROUPS = [(64, 4, 4, 3), (64, 2, 4, 4), (128, 4, 8, 3), (32, 8, 4, 3)]  # outputs, blocks, warps, stages
+# What competes: warps, eights of rows, ahead, early (`FewConfig`); None is what the house would take.
+ROW_FORMS: list[tuple[int, int, bool, bool] | None] = [
+    None, (2, 0, False, False), (4, 0, False, False), (8, 0, False, False), (4, 0, True, False), (8, 0, True, False),
+    (4, 0, True, True), (8, 0, False, True), (4, 1, False, False),
+]  # fmt: skip
+ROWS_FORMS = [(2, False), (4, False), (8, False), (4, True)]  # warps, ahead
+EXPAND_TILES = [(8, 32, 4), (4, 32, 4)]
+ROUTES = [(1, 2048, 1), (2, 1024, 1), (1, 2048, 2), (2, 1024, 4), (1, 1024, 1)]  # experts, columns, warps
+PAIRS = [(8, 8, False), (4, 8, False), (16, 8, False), (8, 16, False), (8, 4, False), (8, 8, True)]
+UNITS_GROUPS = [(8, 2, False), (4, 2, False), (16, 2, False), (8, 1, False), (4, 1, True)]  # warps up, down; ahead
+GROUPS = [(64, 4, 4, 3)]  # outputs, blocks, warps, stages of the general form
 
 
-def row_case(case: str, parts: list[tuple[str, int]], columns: int) -> Iterator[Variant]:
-    """One row through one or several matrices in one launch."""
+def few(form: tuple[int, int, bool, bool] | None) -> nvidia.FewConfig | None:
+    return None if form is None else nvidia.FewConfig(*form)
 
-    def build(tile: fast.RowConfig) -> Built:
+
+def row_case(case: str, parts: list[tuple[str, int]], columns: int, rows: int = 1) -> Iterator[Variant]:
+    """One row, or a few, through one or several matrices in one launch."""
+
+    def build(config: nvidia.FewConfig | None) -> Built:
         sets = [copies(type, out, columns) for type, out in parts]
         count = max(len(each) for each in sets)
-        x = drawn(1, columns)
+        x = drawn(rows, columns)
         calls = [
-            functools.partial(fast.launch_row, x, [each[i % len(each)] for each in sets], None, tile)
+            functools.partial(nvidia.multiply, x, [each[i % len(each)] for each in sets], None, config)
             for i in range(count)
         ]  # fmt: skip
-        return calls, sum(each[0].nbytes for each in sets), 2.0 * columns * sum(out for _, out in parts)
+        return calls, sum(each[0].nbytes for each in sets), 2.0 * rows * columns * sum(out for _, out in parts)
 
-    for tile in ROW_TILES:
-        yield Variant(case, str(tile), functools.partial(build, fast.RowConfig(*tile)))
+    for form in ROW_FORMS if rows == 1 else [None]:
+        yield Variant(case, str(form), functools.partial(build, few(form)))
 
 
 def swiglu_row_case(case: str, type: str, width: int, columns: int) -> Iterator[Variant]:
-    def build(tile: fast.RowConfig) -> Built:
+    def build(config: nvidia.FewConfig | None) -> Built:
         every = copies(type, width, columns, 2)
         x = drawn(1, columns)
         calls = [
-            functools.partial(fast.swiglu_row, x, every[i], every[i + 1], tile) for i in range(0, len(every), 2)
+            functools.partial(nvidia.swiglu, x, every[i], every[i + 1], config) for i in range(0, len(every), 2)
         ]  # fmt: skip
         return calls, 2 * every[0].nbytes, 4.0 * width * columns
 
-    for tile in ROW_TILES:
-        yield Variant(case, str(tile), functools.partial(build, fast.RowConfig(*tile)))
+    for form in ROW_FORMS:
+        yield Variant(case, str(form), functools.partial(build, few(form)))
 
 
 def rows_case(case: str, type: str, out: int, columns: int, rows: int, paired: bool = False) -> Iterator[Variant]:
-    def build(tile: fast.RowsConfig) -> Built:
+    def build(config: nvidia.FewConfig | None) -> Built:
         every = copies(type, out, columns, 1 + paired)
         x = drawn(rows, columns)
         step = 1 + paired
         calls = [
-            functools.partial(fast.few_rows, x, every[i], every[i + 1] if paired else None, None, tile)
+            functools.partial(nvidia.swiglu, x, every[i], every[i + 1], config)
+            if paired
+            else functools.partial(nvidia.multiply, x, [every[i]], None, config)
             for i in range(0, len(every), step)
         ]  # fmt: skip
         return calls, step * every[0].nbytes, 2.0 * step * rows * out * columns
 
-    for tile in ROWS_TILES:
-        yield Variant(f"{case} x{rows}", str(tile), functools.partial(build, fast.RowsConfig(*tile)))
+    eights = min(4, max(1, rows // 8))
+    forms = [None, *((warps, eights, ahead, False) for warps, ahead in ROWS_FORMS)]
+    if eights == 4:
+        forms += [(4, 2, False, False), (8, 2, False, False)]
+    for form in forms:
+        yield Variant(f"{case} x{rows}", str(form), functools.partial(build, few(form)))
 
 
 def many_case(case: str, type: str, out: int, columns: int, rows: int) -> Iterator[Variant]:
@@ -267,9 +317,12 @@ def many_case(case: str, type: str, out: int, columns: int, rows: int) -> Iterat
         calls = [functools.partial(run, x, weight) for weight in every]
         return calls, every[0].nbytes, 2.0 * rows * out * columns
 
+    def by_units(x: Tensor, weight: Packed) -> Tensor:
+        return nvidia.multiply(x, [weight])[0]
+
     yield Variant(f"{case} x{rows}", "expand + library", functools.partial(build, fast.many_rows))
-    if rows <= 512:
-        yield Variant(f"{case} x{rows}", "tiles", functools.partial(build, fast.few_rows))
+    if rows <= 128:
+        yield Variant(f"{case} x{rows}", "units", functools.partial(build, by_units))
 
 
 def expand_case(case: str, type: str, out: int, columns: int) -> Iterator[Variant]:
@@ -294,22 +347,29 @@ def moe_case(rows: int, label: str, run: Callable[[Tensor, Tensor, Tensor], obje
 
 
 def pair_variants(rows: int) -> Iterator[Variant]:
-    up, down = fast_moe.UP_PAIRS, fast_moe.DOWN_PAIRS
-    tiles = [(fast_moe.PairConfig(*u), down) for u in UP_PAIRS] + [
-        (up, fast_moe.PairConfig(*d)) for d in DOWN_PAIRS[1:]
-    ]
-    for u, d in tiles if rows == 1 else tiles[:1]:
+    for form in PAIRS if rows in (1, 8) else PAIRS[:1]:
+        config = moe_nvidia.UnitsConfig(*form)
 
-        def run(h: Tensor, i: Tensor, w: Tensor, u: fast_moe.PairConfig = u, d: fast_moe.PairConfig = d) -> Tensor:
-            return layer().by_pair(h, i, w, up_tile=u, down_tile=d)
+        def run(h: Tensor, i: Tensor, w: Tensor, config: moe_nvidia.UnitsConfig = config) -> Tensor:
+            return layer().by_pair(h, i, w, config)
 
-        yield moe_case(rows, f"pairs {tuple(u)} {tuple(d)}", run)
+        yield moe_case(rows, f"pairs {form}", run)
+
+
+def units_variants(rows: int) -> Iterator[Variant]:
+    for form in UNITS_GROUPS:
+        config = moe_nvidia.UnitsConfig(*form)
+
+        def run(h: Tensor, i: Tensor, w: Tensor, config: moe_nvidia.UnitsConfig = config) -> Tensor:
+            return layer().by_units_group(h, i, w, config)
+
+        yield moe_case(rows, f"units {form}", run)
 
 
 def group_variants(rows: int, expanding: bool) -> Iterator[Variant]:
     density = -(-2 * rows * 8 // 256)
     for out, blocks, warps, stages in GROUPS if not expanding else [(128, 2, 8, 3), (128, 1, 8, 4)]:
-        pairs = 128 if expanding else fast_moe._pairs_tile(density)
+        pairs = 128 if expanding else fast_moe.pairs_tile(density)
         tile = fast_moe.GroupConfig(out, pairs, blocks, warps, stages)
 
         def run(h: Tensor, i: Tensor, w: Tensor, tile: fast_moe.GroupConfig = tile) -> Tensor:
@@ -319,46 +379,48 @@ def group_variants(rows: int, expanding: bool) -> Iterator[Variant]:
 
 
 def route_case(rows: int) -> Iterator[Variant]:
-    def build() -> Built:
-        calls = [functools.partial(fast_moe.route, h, layer().router, 8) for h, _, _ in routed_inputs(rows)]
+    def build(config: fast_moe.RouteConfig) -> Built:
+        calls = [functools.partial(fast_moe.route, h, layer().router, 8, config) for h, _, _ in routed_inputs(rows)]
         return calls, 256 * 2048 * 4.0, 2.0 * rows * 256 * 2048
 
-    yield Variant(f"route x{rows}", "default", build)
+    for form in ROUTES if rows <= 16 else ROUTES[:1]:
+        yield Variant(f"route x{rows}", str(form), functools.partial(build, fast_moe.RouteConfig(*form)))
 
 
 def cases() -> Iterator[Variant]:
     yield from swiglu_row_case("27B gate+up 2x17408,5120 Q4_K", "Q4_K", 17408, 5120)
     yield from row_case("27B down 5120,17408 Q4_K", [("Q4_K", 5120)], 17408)
     yield from row_case("27B down 5120,17408 Q6_K", [("Q6_K", 5120)], 17408)
-    yield from row_case(
-        "27B delta in 16480,5120 Q4_K", [("Q4_K", 10240), ("Q4_K", 6144), ("Q4_K", 48), ("Q4_K", 48)], 5120
-    )
+    delta = [("Q4_K", 10240), ("Q4_K", 6144), ("Q4_K", 48), ("Q4_K", 48)]
+    yield from row_case("27B delta in 16480,5120 Q4_K", delta, 5120)
     yield from row_case("27B attn in 14336,5120 Q4_K+Q6_K", [("Q4_K", 12288), ("Q4_K", 1024), ("Q6_K", 1024)], 5120)
     yield from row_case("27B out 5120,6144 Q4_K", [("Q4_K", 5120)], 6144)
     yield from row_case("27B head 248320,5120 Q6_K", [("Q6_K", 248320)], 5120)
-    yield from row_case(
-        "35B delta in 12352,2048 Q4_K", [("Q4_K", 8192), ("Q4_K", 4096), ("Q4_K", 32), ("Q4_K", 32)], 2048
-    )
+    small = [("Q4_K", 8192), ("Q4_K", 4096), ("Q4_K", 32), ("Q4_K", 32)]
+    yield from row_case("35B delta in 12352,2048 Q4_K", small, 2048)
     yield from row_case("35B out 2048,4096 Q4_K", [("Q4_K", 2048)], 4096)
-    for rows in (2, 16, 64):
+    for rows in (2, 8, 16, 32, 64):
         yield from rows_case("27B gate+up 2x17408,5120 Q4_K", "Q4_K", 17408, 5120, rows, paired=True)
         yield from rows_case("27B down 5120,17408 Q6_K", "Q6_K", 5120, 17408, rows)
     yield from rows_case("27B down 5120,17408 Q4_K", "Q4_K", 5120, 17408, 16)
     yield from rows_case("27B out 5120,6144 Q4_K", "Q4_K", 5120, 6144, 16)
     yield from rows_case("27B head 248320,5120 Q6_K", "Q6_K", 248320, 5120, 16)
-    yield from rows_case("35B delta in 8192,2048 Q4_K", "Q4_K", 8192, 2048, 8)
+    yield from row_case("27B delta in 16480,5120 Q4_K x16", delta, 5120, 16)
+    yield from row_case("35B delta in 12352,2048 Q4_K x8", small, 2048, 8)
+    yield from rows_case("35B out 2048,4096 Q4_K", "Q4_K", 2048, 4096, 32)
     yield from expand_case("expand 17408,5120 Q4_K", "Q4_K", 17408, 5120)
     yield from expand_case("expand 5120,17408 Q6_K", "Q6_K", 5120, 17408)
-    for rows in (96, 128, 256, 512, 4096):
+    for rows in (48, 64, 96, 128):
         yield from many_case("27B up 17408,5120 Q4_K", "Q4_K", 17408, 5120, rows)
-    for rows in (1, 8):
+    for rows in (1, 8, 32):
         yield from route_case(rows)
-    for rows in (1, 2, 4, 8):
+    for rows in (1, 2, 4, 8, 16):
         yield from pair_variants(rows)
-    for rows in (2, 4, 8, 32, 64, 256, 1024, 4096):
+    for rows in (4, 8, 16, 32, 64, 128, 256):
+        yield from units_variants(rows)
+    for rows in (64, 128, 256, 1024, 4096):
         yield from group_variants(rows, expanding=False)
-    for rows in (512, 1024, 4096):
-        yield from group_variants(rows, expanding=True)
+    yield from group_variants(4096, expanding=True)
 
 
 # ---- timing ------------------------------------------------------------------------------------------------------
@@ -402,10 +464,11 @@ def line(case: str, label: str, micros: float, nbytes: float, operations: float)
 
 def compile_share(index: int, total: int, wanted: list[str]) -> None:
     """Run every total-th variant once, so that its kernel lands in the cache on disk."""
-    for at, variant in enumerate(selected(wanted)):
-        if at % total == index:
-            variant.build()[0][0]()
-            torch.cuda.synchronize()
+    parts = Checks(lambda text: None).parts()
+    parts += [lambda variant=variant: variant.build()[0][0]() for variant in selected(wanted)]
+    for part in parts[index::total]:
+        part()
+        torch.cuda.synchronize()
 
 
 def selected(wanted: list[str]) -> list[Variant]:
@@ -435,7 +498,10 @@ def main() -> None:
     log(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     compile_all(wanted)
     log(f"compiled after {time.perf_counter() - begin:.0f} s")
-    check(log)
+    checks = Checks(log)
+    for part in checks.parts():
+        part()
+    checks.report()
     log(f"checked after {time.perf_counter() - begin:.0f} s")
     results: dict[str, list[tuple[float, str, float, float]]] = {}
     for variant in selected(wanted):

@@ -20,19 +20,24 @@ import triton.testing
 from rekindle.kernels import attention, conv, gated_delta, norm, rope, sampling
 from rekindle.kernels.attention import naive as naive_attention
 from rekindle.kernels.attention import triton as fast_attention
+from rekindle.kernels.attention.rows import row_size, to_rows
 from rekindle.kernels.conv import naive as naive_conv
+from rekindle.kernels.conv import triton as fast_conv
 from rekindle.kernels.gated_delta import chunked
 from rekindle.kernels.gated_delta import naive as naive_delta
 from rekindle.kernels.gated_delta import triton as fast_delta
 from rekindle.kernels.norm import naive as naive_norm
+from rekindle.kernels.norm import triton as fast_norm
 from rekindle.kernels.ragged import Ragged
 from rekindle.kernels.rope import naive as naive_rope
+from rekindle.kernels.sampling import naive as naive_sampling
+from rekindle.kernels.sampling import triton as fast_sampling
 from rekindle.spec import PAGE, AttentionSpec, DeltaSpec
 
 DEVICE = "cuda"
 SMALL = (AttentionSpec(16, 2, 256, 64, 1e7, qk_norm=True, gated=True), DeltaSpec(16, 32, 128, 128, 4), 2048)  # 35B-A3B
 LARGE = (AttentionSpec(24, 4, 256, 64, 1e7, qk_norm=True, gated=True), DeltaSpec(16, 48, 128, 128, 4), 5120)  # 27B
-SECONDS = 210.0  # after this no further configuration is tried
+SECONDS = 165.0  # after this no further configuration is tried
 
 log_file = (Path(os.environ["OUT"]) / "bench_mixers.log").open("w") if "OUT" in os.environ else None
 began = time.monotonic()
@@ -155,13 +160,8 @@ def check_delta(dtype: torch.dtype, spec: DeltaSpec) -> None:
         expected = naive_delta.gated_delta(*(x.float() for x in inputs), wide_states, ragged, spec)
         check(f"gated_delta {lengths} {tag}", out, expected, rounding(dtype))
         check(f"gated_delta state {lengths} {tag}", states, wide_states, 2e-4)
-    inputs = delta_inputs(9, spec, dtype)
-    z, weight, states = rand(9, spec.inner, dtype=dtype), rand(128), rand(9, spec.value_heads, 128, 128)
-    ragged, wide_states, before = make_ragged([(i, 7, 1) for i in range(9)]), states.clone(), states.clone()
-    out = gated_delta.gated_delta_norm(*inputs, states, ragged, spec, z, weight, 1e-6)
-    expected = naive_delta.gated_delta(*(x.float() for x in inputs), wide_states, ragged, spec)
-    check(f"gated_delta_norm {tag}", out, naive_norm.gated_rms_norm(expected, z.float(), weight, 1e-6), rounding(dtype))
-    check(f"gated_delta_norm state {tag}", states, wide_states, 2e-5)
+    check_step(dtype, spec, tag)
+    inputs, before = delta_inputs(9, spec, dtype), rand(9, spec.value_heads, 128, 128)
     states = before.clone()
     ragged = make_ragged([(3, 7, 9)])
     _, rows = gated_delta.gated_delta_rows(*inputs, states, ragged, spec)
@@ -171,6 +171,89 @@ def check_delta(dtype: torch.dtype, spec: DeltaSpec) -> None:
         part = [x[t : t + 1] for x in inputs[:3]]
         gated_delta.gated_delta(*part, *inputs[3:], single, make_ragged([(3, 7 + t, 1)]), spec)
     check(f"replay of 4 rows is decode, exactly {tag}", gated_delta.replay_rows(before[3], *rows, 4), single[3], 0.0)
+
+
+def check_step(dtype: torch.dtype, spec: DeltaSpec, tag: str) -> None:
+    """Steps behind one another, with rows that share a slot at the end as padding does."""
+    _, a, b, decay, dt_bias = delta_inputs(12, spec, dtype)
+    taps, z, weight = rand(spec.conv_channels, 4), rand(12, spec.inner, dtype=dtype), rand(128)
+    states, windows = rand(10, spec.value_heads, 128, 128), rand(10, 3, spec.conv_channels)
+    wide_states, wide_windows = states.clone(), windows.clone()
+    ragged = make_ragged([(min(i, 9), 7, 1) for i in range(12)])
+    alone = make_ragged([(i, 7, 1) for i in range(9)])
+    for step in range(40):
+        u = rand(12, spec.conv_channels, dtype=dtype)
+        out = gated_delta.gated_delta_step(
+            u, taps, windows, a, b, decay, dt_bias, states, ragged, spec, z, weight, 1e-6
+        )
+        mixed = naive_conv.conv_silu(u[:9].float(), taps, wide_windows, alone).to(dtype)
+        wide = naive_delta.gated_delta(
+            *(x.float() for x in (mixed, a[:9], b[:9], decay, dt_bias)), wide_states, alone, spec
+        )
+        if step in (0, 39):
+            expected = naive_norm.gated_rms_norm(wide, z[:9].float(), weight, 1e-6)
+            check(f"gated_delta_step {step} {tag}", out[:9], expected, 4e-3)
+            check(f"gated_delta_step {step} windows {tag}", windows[:9], wide_windows[:9], 0.0)
+            check(f"gated_delta_step {step} states {tag}", states[:9], wide_states[:9], 1e-3)
+    counters = fast_delta._arrivals(windows, spec)
+    check(f"gated_delta_step: counters are back at zero {tag}", counters + 1, torch.ones_like(counters), 0.0)
+
+
+def check_sampling() -> None:
+    """Every draw by the definition, but for uniform numbers within rounding of an edge."""
+    for name in ("fine", "coarse"):
+        rows = 64
+        logits = 3 * rand(rows, 248320)
+        if name == "coarse":
+            logits = logits.bfloat16().float()
+        settings = torch.stack(
+            (
+                torch.rand(rows) + 0.3,
+                torch.randint(1, 128, (rows,)).float(),
+                0.5 + torch.rand(rows) / 2,
+                torch.rand(rows) * 0.02,
+                torch.rand(rows),
+            )
+        )
+        values, tokens = logits.sort(dim=-1, descending=True, stable=True)
+        for kind in ("top-k", "top-p"):
+            if kind == "top-p":
+                settings[1] = 0
+                settings[3, ::2] = 0
+            expected = naive_sampling.draw(values, tokens, settings.to(DEVICE), 248320)
+            got = fast_sampling.sample(logits, settings)
+            same = float((got == expected).float().mean())
+            again = bool((fast_sampling.sample(logits, settings) == got).all())
+            say(f"check draws of {kind}, {name} logits: {same:.3f} as the definition, twice the same: {again}")
+            if same < 0.95 or not again:
+                failures.append(f"draws {kind} {name}")
+
+
+def check_early() -> None:
+    """A chain of dependent kernels gives the same bits whether they launch early or not."""
+    xs, weight = rand(1, 2048, dtype=torch.bfloat16), rand(2048)
+
+    def chain() -> torch.Tensor:
+        x, h = xs, xs
+        for _ in range(60):
+            x, h = norm.add_rms_norm(x, h, weight, 1e-6)
+        return h
+
+    _, expected = replayed(chain)
+    fast_norm.EARLY = True
+    graph, got = replayed(chain)
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    fast_norm.EARLY = False
+    check("early launches, 60 norms in a chain", got, expected, 0.0)
+
+
+def replayed(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
+    graph, result = capture(call)
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, result
 
 
 def check_long_delta(spec: DeltaSpec) -> None:
@@ -223,6 +306,31 @@ def check_attention(dtype: torch.dtype, spec: AttentionSpec) -> None:
     ]
     expected = naive_attention.attend(q.float(), kv.float(), ragged, 1 / 16)
     check(f"attend_partial, merged {tag}", attention.merge_partials(*zip(*parts, strict=True)), expected, limit)
+
+
+def check_packed(spec: AttentionSpec) -> None:
+    """q8 rows: the very bytes of the definition, and attention over them."""
+    for segments in ([(5000, 1)], [(70, 1), (3000, 1)], [(1000, 9)], [(130, 300)]):
+        q, _, plain, ragged = attention_case(segments, spec, torch.bfloat16)
+        kv = to_rows(plain.nan_to_num(3.0), torch.uint8)
+        expected_kv = kv.clone()
+        k, v = (rand(q.shape[0], spec.kv_heads, spec.head_dim, dtype=torch.bfloat16) for _ in range(2))
+        attention.store_kv(kv, k, v, ragged)
+        naive_attention.store_kv(expected_kv, k, v, ragged)
+        check(f"q8 store {segments}", kv.int(), expected_kv.int(), 0.0)
+        expected = naive_attention.attend(q.float(), kv, ragged, 1 / 16)
+        check(f"q8 attend {segments}", attention.attend(q, kv, ragged, 1 / 16), expected, 8e-3)
+
+
+def time_packed(name: str, spec: AttentionSpec) -> None:
+    for context, rows in ((4096, 1), (131072, 1), (32768, 16)):
+        if late():
+            break
+        q, gate, plain, ragged = attention_case([(context - 1, rows)], spec, torch.bfloat16)
+        kv = to_rows(plain.nan_to_num(0.0), torch.uint8)
+        moved = (context + rows) * 2 * spec.kv_heads * row_size("q8", spec.head_dim)
+        micros = graph_time(lambda _, a=(q, kv, ragged), g=gate: attention.attend_gated(*a, 1 / 16, g), 4)
+        record("attend q8", f"{name} context {context} rows {rows}", micros, moved)
 
 
 def check_graph(spec: AttentionSpec, delta: DeltaSpec) -> None:
@@ -313,101 +421,96 @@ def measure_limits() -> None:
     say(f"limits: copy {limits['GB/s']:,.0f} GB/s, bf16 product {limits['TFLOP/s']:.0f} TFLOP/s")
 
 
-def time_small(name: str, spec: AttentionSpec, delta: DeltaSpec, hidden: int) -> None:
-    """The ops of one decoded token, in a graph over rotating inputs."""
+def time_norms(name: str, hidden: int) -> None:
+    """A chain as in the model: every norm needs the one before."""
+    xs, weight = rand(1, hidden, dtype=torch.bfloat16), [rand(hidden) for _ in range(40)]
+    for early in (False, True):
+        fast_norm.EARLY = early
+
+        def chain(_: int) -> None:
+            x, h = xs, xs
+            for i in range(40):
+                x, h = norm.add_rms_norm(x, h, weight[i], 1e-6)
+
+        record("add_rms_norm", f"{name} 1 × {hidden} early {early}", graph_time(chain, 1) / 40)
+    fast_norm.EARLY = False
+
+
+def time_step(name: str, delta: DeltaSpec, hidden: int, batch: int) -> None:
+    """One decoded token's mixer between its matrices: in one launch, and in parts; a norm before it, for the chain."""
     bf16 = torch.bfloat16
-    ragged = make_ragged([(0, 500, 1)])
-    xs, weight = [rand(1, hidden, dtype=bf16) for _ in range(40)], rand(hidden)
-    record(
-        "add_rms_norm", f"{name} 1 × {hidden}", graph_time(lambda i: norm.add_rms_norm(xs[i], xs[i], weight, 1e-6), 40)
-    )
-    both = rand(1, spec.heads, 512, dtype=bf16)
-    k, weights, frequencies = rand(1, spec.kv_heads, 256, dtype=bf16), rand(256), rope.rope_frequencies(spec, DEVICE)
-    kv = rand(ragged.tables.numel(), 2, PAGE, spec.kv_heads, 256, dtype=bf16)
-    micros = graph_time(
-        lambda _: rope.norm_rope_store(both[..., :256], k, k, weights, weights, 1e-6, frequencies, kv, ragged), 40
-    )
-    record("norm_rope_store", f"{name} 1 row", micros)
-    for batch in (1, 16):
-        copies = 64 if batch == 1 else 8
-        ragged = make_ragged([(i, 500, 1) for i in range(batch)])
-        windows = [rand(batch, 3, delta.conv_channels) for _ in range(copies)]
-        inputs, conv_weight = delta_inputs(batch, delta, bf16), rand(delta.conv_channels, 4)
-        u, z, weight = inputs[0], rand(batch, delta.inner, dtype=bf16), rand(128)
-        states = [rand(batch, delta.value_heads, 128, 128) for _ in range(copies)]
-        micros = graph_time(lambda i, w=windows, r=ragged, u=u, c=conv_weight: conv.conv_silu(u, c, w[i], r), copies)
-        record("conv_silu decode", f"{name} batch {batch}", micros, batch * delta.window_values * 8)
-        moved = 8 * batch * delta.state_values
-        for step in ((32, 4), (16, 4), (64, 4), (64, 8)):
-            if late():
-                break
-            fast_delta.STEP = step
-            micros = graph_time(
-                lambda i, s=states, r=ragged, x=inputs: gated_delta.gated_delta(*x, s[i], r, delta), copies
-            )
-            record("gated_delta decode", f"{name} batch {batch} columns, warps {step}", micros, moved)
-        fast_delta.STEP = (32, 4)
-        for warps in (4, 8, 16):
-            if late():
-                break
-            fast_delta.NORMED_WARPS = warps
-            micros = graph_time(
-                lambda i, s=states, r=ragged, x=inputs, z=z, w=weight: gated_delta.gated_delta_norm(
-                    *x, s[i], r, delta, z, w, 1e-6
-                ),
-                copies,
-            )
-            record("gated_delta_norm", f"{name} batch {batch} warps {warps}", micros, moved)
-        fast_delta.NORMED_WARPS = 8
-        o = rand(batch, delta.value_heads, 128, dtype=bf16)
-        micros = graph_time(lambda _, o=o, z=z, w=weight: norm.gated_rms_norm(o, z, w, 1e-6), copies)
-        record("gated_rms_norm", f"{name} batch {batch}", micros)
+    copies = max(4, 64 // batch)
+    ragged = make_ragged([(i, 500, 1) for i in range(batch)])
+    windows = [rand(batch, 3, delta.conv_channels) for _ in range(copies)]
+    states = [rand(batch, delta.value_heads, 128, 128) for _ in range(copies)]
+    u, a, b, decay, dt_bias = delta_inputs(batch, delta, bf16)
+    taps, z, weight = rand(delta.conv_channels, 4), rand(batch, delta.inner, dtype=bf16), rand(128)
+    moved = 8 * batch * delta.state_values
+    x, norm_weight = rand(batch, hidden, dtype=bf16), rand(hidden)
+
+    def step(i: int) -> object:
+        return gated_delta.gated_delta_step(
+            u, taps, windows[i], a, b, decay, dt_bias, states[i], ragged, delta, z, weight, 1e-6
+        )
+
+    def parts(i: int) -> object:
+        mixed = conv.conv_silu(u, taps, windows[i], ragged)
+        return norm.gated_rms_norm(
+            gated_delta.gated_delta(mixed, a, b, decay, dt_bias, states[i], ragged, delta), z, weight, 1e-6
+        )
+
+    record("delta step", f"{name} batch {batch} in one", graph_time(step, copies), moved)
+    for early in (False, True):
+        fast_delta.EARLY = fast_norm.EARLY = early
+        micros = graph_time(lambda i: (norm.add_rms_norm(x, x, norm_weight, 1e-6), step(i)), copies)
+        record("norm + delta step", f"{name} batch {batch} early {early}", micros, moved)
+    fast_delta.EARLY = fast_norm.EARLY = False
+    record("delta step", f"{name} batch {batch} in parts", graph_time(parts, copies), moved)
+    for rows in ((32, 1), (32, 4), (64, 2), (16, 1)):
+        if late():
+            break
+        fast_delta.ROWS = rows
+        micros = graph_time(
+            lambda i: gated_delta.gated_delta(u, a, b, decay, dt_bias, states[i], ragged, delta), copies
+        )
+        record("gated_delta decode", f"{name} batch {batch} columns, warps {rows}", micros, moved)
+    fast_delta.ROWS = (32, 1)
 
 
 def time_decode_attention(name: str, spec: AttentionSpec) -> None:
-    usual = fast_attention._tiles
-    for context, batch, rows in ((1, 1, 1), (4096, 1, 1), (131072, 1, 1), (8192, 16, 1), (32768, 1, 16)):
-        configs = [None]
-        if context == 131072:
-            configs = [
-                None,
-                (16, 32, 4, 5),
-                (16, 32, 4, 9),
-                (16, 64, 4, 3),
-                (16, 64, 4, 5),
-                (16, 64, 8, 5),
-                (16, 32, 2, 7),
-            ]
+    usual, programs, least = fast_attention._tiles, fast_attention.PROGRAMS, fast_attention.LEAST
+    for context, batch, rows in ((1, 1, 1), (4096, 1, 1), (32768, 1, 1), (131072, 1, 1), (32768, 1, 16)):
+        variants = [(None, programs, least)]
+        if context in (4096, 32768) and rows == 1:
+            variants += [(None, programs, 2), (None, programs, 1), ((16, 64, 4, 5), programs, 1)]
         if rows == 16:
-            configs = [None, (64, 64, 8, 2), (64, 64, 8, 3), (128, 32, 8, 3), (128, 32, 8, 5)]
-        # tables as wide as the longest context a graph would serve
-        spare = 0 if context * batch > 100_000 else 131072 // PAGE // batch - context // PAGE
+            variants += [
+                (None, 2 * programs, least),
+                ((128, 64, 8, 3), programs, least),
+                ((64, 32, 4, 3), programs, least),
+                ((128, 32, 8, 5), programs, least),
+            ]
+        # tables as wide as the graph that would serve this context
+        width = 16
+        while width * PAGE < context + rows:
+            width *= 4
+        spare = width - -(-(context - 1 + rows) // PAGE)
         q, gate, kv, ragged = attention_case([(context - 1, rows)] * batch, spec, torch.bfloat16, spare)
+        expected = naive_attention.sigmoid_gate(
+            naive_attention.attend(q.float(), kv.float(), ragged, 1 / 16), gate.float()
+        )
         moved = batch * (context + rows) * 2 * spec.kv_heads * spec.head_dim * 2
-        for config in configs:
+        for tiles, fast_attention.PROGRAMS, fast_attention.LEAST in variants:
             if late():
                 break
-            fast_attention._tiles = usual if config is None else lambda *_, c=config: c
+            fast_attention._tiles = usual if tiles is None else lambda *_, t=tiles: t
+            shape = f"{name} context {context} rows {rows} {tiles or 'usual'}"
+            shape += f" programs {fast_attention.PROGRAMS} least {fast_attention.LEAST}"
+            check(shape, attention.attend_gated(q, kv, ragged, 1 / 16, gate), expected, 6e-3)
             micros = graph_time(lambda _, a=(q, kv, ragged), g=gate: attention.attend_gated(*a, 1 / 16, g), 4)
-            shape = f"{name} context {context} batch {batch} rows {rows} {config or 'usual'}"
-            record("attend decode", shape, micros, moved)
-        fast_attention._tiles = usual
-        del kv
-
-
-def time_prefill_attention(name: str, spec: AttentionSpec) -> None:
-    usual = fast_attention._tiles
-    for position in (0, 28672):
-        q, gate, kv, ragged = attention_case([(position, 4096)], spec, torch.bfloat16)
-        work = 4 * spec.heads * spec.head_dim * (4096 * position + 4096 * 4096 / 2)
-        configs = [None, (64, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3), (128, 32, 8, 5)] if position == 0 else [None]
-        for config in configs:
-            if late():
-                break
-            fast_attention._tiles = usual if config is None else lambda *_, c=config: c
-            micros = bench_time(lambda a=(q, kv, ragged), g=gate: attention.attend_gated(*a, 1 / 16, g))
-            record("attend prefill", f"{name} 4096 rows at {position} {config or 'usual'}", micros, work, "TFLOP/s")
-        fast_attention._tiles = usual
+            record("attend", shape, micros, moved)
+        fast_attention._tiles, fast_attention.PROGRAMS, fast_attention.LEAST = usual, programs, least
+        del kv, expected
 
 
 def time_prefill_delta(name: str, spec: DeltaSpec) -> None:
@@ -415,81 +518,64 @@ def time_prefill_delta(name: str, spec: DeltaSpec) -> None:
     states, ragged = rand(1, spec.value_heads, 128, 128), make_ragged([(0, 0, 4096)])
     # per row and head: K S, Q S, Kᵀ δ of 128 × 128, and K Kᵀ, Q Kᵀ, T R, M δ of 64 × 128
     work = 4096 * spec.value_heads * 2 * (3 * 128 * 128 + 4 * 64 * 128)
-    for config in ((32, 4, 2), (64, 4, 2), (16, 4, 2), (32, 8, 2)):
+    micros = bench_time(lambda: gated_delta.gated_delta(*inputs, states, ragged, spec))
+    record("gated_delta prefill", f"{name} 4096 rows", micros, work, "TFLOP/s")
+    u, weight, windows = inputs[0], rand(spec.conv_channels, 4), rand(1, 3, spec.conv_channels)
+    for config in ((32, 128, 4), (32, 64, 4), (64, 64, 4), (16, 256, 4), (32, 256, 8)):
         if late():
             break
-        fast_delta.PASS = config
-        micros = bench_time(lambda: gated_delta.gated_delta(*inputs, states, ragged, spec))
-        record("gated_delta prefill", f"{name} 4096 rows columns, warps, stages {config}", micros, work, "TFLOP/s")
-    fast_delta.PASS = (32, 4, 2)
-    u, weight, windows = inputs[0], rand(spec.conv_channels, 4), rand(1, 3, spec.conv_channels)
-    micros = bench_time(lambda: conv.conv_silu(u, weight, windows, ragged))
-    record("conv_silu prefill", f"{name} 4096 rows", micros, 4 * u.numel())
-    time_fla(name, spec, inputs)
+        fast_conv.PREFILL = config
+        micros = bench_time(lambda: conv.conv_silu(u, weight, windows, ragged))
+        record("conv_silu prefill", f"{name} 4096 rows, tile and warps {config}", micros, 4 * u.numel())
+    fast_conv.PREFILL = (32, 128, 4)
 
 
-def time_fla(name: str, spec: DeltaSpec, inputs: tuple[torch.Tensor, ...]) -> None:
-    """The library's chunked form as a competitor, where its package was brought along."""
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError as missing:
-        say(f"fla is not here ({missing})")
-        return
-    parts = naive_delta.split_inputs(*inputs, spec)
-    tiles = spec.value_heads // spec.key_heads
-    q, k, v = (x.repeat(1, t, 1)[None].bfloat16() for x, t in zip(parts[:3], (tiles, tiles, 1), strict=True))
-    state = rand(1, spec.value_heads, 128, 128)
-
-    def call() -> object:
-        return chunk_gated_delta_rule(
-            q, k, v, parts.g[None], parts.beta[None], scale=1.0, initial_state=state, output_final_state=True
-        )
-
-    try:
-        with torch.no_grad():
-            record("fla chunked prefill", f"{name} 4096 rows (heads repeated, normed before)", bench_time(call))
-            _, final = call()
-    except Exception as reason:  # a competitor that fails is a line of the report, not our failure
-        say(f"fla failed: {type(reason).__name__}: {str(reason)[:200]}")
-        return
-    wide = state[0].double()
-    chunked.run_chunked(naive_delta.Inputs(*(x.double() for x in parts)), wide)
-    say(f"fla state error {float((final[0].double() - wide).norm() / wide.norm()):.2e}")
-
-
-def time_rest() -> None:
+def time_sampling() -> None:
     for rows in (1, 16):
-        logits = rand(rows, 248320)
+        logits = 3 * rand(rows, 248320)
         record("argmax", f"{rows} × 248320", graph_time(lambda _, x=logits: sampling.argmax(x), 4), 4 * logits.numel())
-        host = [torch.full((rows,), x) for x in (0.7, 20, 0.8, 0.0, 0.4)]
-        record("sample top_k 20", f"{rows} × 248320", bench_time(lambda x=logits, h=host: sampling.sample(x, *h)))
-    x, weight = rand(4096, 2048, dtype=torch.bfloat16), rand(2048)
-    record("add_rms_norm", "4096 × 2048", bench_time(lambda: norm.add_rms_norm(x, x, weight, 1e-6)), 8 * x.numel())
+        for name, values in (("top_k 20", (0.7, 20, 0.8, 0.0, 0.4)), ("top_p 0.95", (0.7, 0, 0.95, 0.0, 0.4))):
+            host = [torch.full((rows,), x) for x in values]
+            settings = torch.stack([x.float() for x in host]).to(DEVICE)
+            if values[1]:
+                micros = graph_time(lambda _, x=logits, s=settings: fast_sampling.draw_best(x, s, 32), 4)
+            else:
+                micros = graph_time(lambda _, x=logits, s=settings: fast_sampling.draw_open(x, s), 4)
+            record(f"sample {name}", f"{rows} × 248320, the kernels", micros)
+            record(
+                f"sample {name}",
+                f"{rows} × 248320, called",
+                bench_time(lambda x=logits, h=host: sampling.sample(x, *h)),
+            )
 
 
 def main() -> int:
     torch.manual_seed(int(time.time()))
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    for dtype in (torch.bfloat16, torch.float32):
-        check_small(dtype)
-        check_delta(dtype, SMALL[1])
-        check_attention(dtype, SMALL[0])
-    check_delta(torch.bfloat16, LARGE[1])
-    check_attention(torch.bfloat16, LARGE[0])
+    check_small(torch.bfloat16)
+    check_delta(torch.bfloat16, SMALL[1])
+    check_step(torch.bfloat16, LARGE[1], "48/16 bfloat16")
+    check_attention(torch.bfloat16, SMALL[0])
     check_long_delta(SMALL[1])
     check_graph(SMALL[0], SMALL[1])
+    check_packed(SMALL[0])
+    check_sampling()
+    check_early()
     say(f"checks took {time.monotonic() - began:.0f} s")
     measure_limits()
-    time_prefill_delta("35B-A3B", SMALL[1])
-    time_small("35B-A3B", *SMALL)
+    time_norms("35B-A3B", SMALL[2])
+    time_norms("27B", LARGE[2])
+    for batch in (1, 8, 32):
+        time_step("35B-A3B", *SMALL[1:], batch)
+    time_sampling()
     time_decode_attention("35B-A3B", SMALL[0])
-    time_prefill_attention("35B-A3B", SMALL[0])
-    time_rest()
+    time_packed("35B-A3B", SMALL[0])
+    time_step("27B", *LARGE[1:], 1)
+    time_prefill_delta("35B-A3B", SMALL[1])
     time_prefill_delta("27B", LARGE[1])
-    time_decode_attention("27B", LARGE[0])
     say(f"\n{math.ceil(time.monotonic() - began)} s; failed checks: {failures or 'none'}")
     for op, shape, micros, rate, share in table:
-        say(f"{op:20s} {shape:56s} {micros:9.1f} µs {rate:>15s} {share:>6s}")
+        say(f"{op:20s} {shape:72s} {micros:9.1f} µs {rate:>15s} {share:>6s}")
     return 1 if failures else 0
 
 

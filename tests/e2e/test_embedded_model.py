@@ -144,7 +144,12 @@ def test_a_client_killed_midway_frees_its_slot(server: Any) -> None:
         {"messages": [{"role": "user", "content": "Write a long story."}], "max_tokens": 900, "stream": True}
     )
     connection = socket.create_connection((parts.hostname, parts.port))
-    head = ["POST /v1/chat/completions HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {len(body)}"]
+    head = [
+        "POST /v1/chat/completions HTTP/1.1",
+        "host: x",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+    ]
     connection.sendall("\r\n".join([*head, "", body]).encode())
     assert b"200" in connection.recv(100)
     connection.close()

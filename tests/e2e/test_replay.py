@@ -39,9 +39,9 @@ def test_computed_tokens_are_those_never_seen_before_also_across_restarts(golden
         "--model",
         golden / "tiny-qwen35-Q4_K_M.gguf",
         "--turns",
-        "4",
+        "6",
         "--scale",
-        "0.7",
+        "0.5",
         "--serve",
         "--threads 1",
         "--check",
@@ -69,7 +69,7 @@ def test_a_running_server_is_replayed_without_restarts_and_its_cache_can_be_kept
         tmp_path / "b",
     )
     server = start_server(model, "--threads", "1", "--cache-dir", folder)
-    done = rekindle("replay", server.url, "--only", "growing", "--turns", "4", "--scale", "0.3")
+    done = rekindle("replay", server.url, "--only", "growing", "--turns", "5", "--scale", "0.3")
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout.splitlines()[-1])["conversations"]) == 1
     server.stop()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from rekindle.config import Config, parse_shards
 from rekindle.engine.types import CacheReport, Event, Failed, Finished, Request, Sampling, Token
 from rekindle.errors import BadConfig, LinkRefused, StageLost
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
+from rekindle.shards import keygen, start_shard
 
 ONE, TWO, THREE = ("cpu",), ("cpu", "cpu@a"), ("cpu@a", "cpu", "cpu@b")
 FILES = {"dense": "tiny-qwen35-Q4_K_M.gguf", "moe": "tiny-qwen35moe-Q4_K_M.gguf"}
@@ -155,6 +159,59 @@ def test_a_split_answers_many_at_once_like_one_stage_answers_each_alone(kind: tu
         assert answer.tokens == truth.of(seed, grown=True).tokens
     assert leaks_nothing(built)
     built.stop()
+
+
+# A shard that somebody else started
+
+
+class Far:
+    """A shard behind an encrypted link, as its owner would run it."""
+
+    def __init__(self, model: Path, folder: Path, span: str = "4:8") -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self.head_key, self.shard_key = folder / "head.key", folder / "shard.key"
+        keygen(self.head_key)
+        keygen(self.shard_key)
+        stage = f"--span {span} --device cpu --pages 64 --slots 4 --threads 1 --listen {self.endpoint}"
+        keys = f"--key {self.shard_key} --allow {self.head_key}.pub"
+        self._command = [*shard_command(model).split(), *stage.split(), *keys.split()]
+        self.process = start_shard(self._command, self.endpoint, deadline=60)
+
+    def restart(self) -> None:
+        self.process = start_shard(self._command, self.endpoint, deadline=60)
+
+    def build(self, model: Path, head_key: Path | None = None) -> Built:
+        shards = parse_shards([f"far={self.endpoint}"], ["far=1GiB"], [f"far={self.shard_key}.pub"])
+        return build(model, ("cpu", "cpu@far"), split="4,4", shards=shards, link_key=head_key or self.head_key)
+
+
+def test_a_running_shard_serves_over_an_encrypted_link_and_is_found_again_after_its_restart(
+    dense: Path, tmp_path: Path
+) -> None:
+    truth, far = Truth(dense), Far(dense, tmp_path)
+    built = far.build(dense)
+    assert same_bits(ask(built, 20), truth.of(20))
+    os.kill(far.process.pid, signal.SIGKILL)
+    answer = Answer(built, talk(21), boundary=150)
+    far.restart()
+    assert answer.tokens == truth.of(21, grown=True).tokens
+    built.stop()
+    assert far.process.returncode is None, "a shard that the head did not start is not stopped by it"
+    far.process.stop()
+    truth.stop()
+
+
+def test_a_running_shard_refuses_another_span_and_another_head(dense: Path, tmp_path: Path) -> None:
+    far = Far(dense, tmp_path, span="3:8")
+    with pytest.raises(LinkRefused, match=r"span: shard has \[3, 8\), head expects \[4, 8\)"):
+        far.build(dense)
+    stranger = tmp_path / "stranger.key"
+    keygen(stranger)
+    with pytest.raises(LinkRefused, match="does not allow this head's key"):
+        far.build(dense, stranger)
+    far.process.stop()
 
 
 # What cannot be, said at once

@@ -28,7 +28,7 @@ class Mortal:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._stage, name)
-        if name not in ("forward", "open", "close", "capture", "restore", "rewind"):
+        if name not in ("forward", "open", "close", "capture", "prepare_restore", "commit_restore", "rewind"):
             return value
 
         def call(*arguments: Any) -> Any:
@@ -81,7 +81,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("call", ["forward", "capture", "open", "restore", "close"])
+@pytest.mark.parametrize("call", ["forward", "capture", "open", "prepare_restore", "commit_restore", "close"])
 @pytest.mark.parametrize("after", [0, 3, 14])
 def test_the_streams_go_on_without_a_repeated_or_lost_token(make_tiny: Any, call: str, after: int) -> None:
     tiny = make_tiny("moe")

@@ -2,8 +2,9 @@
 
 from rekindle.build.app import build_app
 from rekindle.build.engine import Built, build_engine, plan_model
-from rekindle.build.machine import device_names, make_machine
+from rekindle.build.machine import available_ram, device_names, make_machine
 from rekindle.build.model import Model, embedded_model, open_model
+from rekindle.build.probe import probe_device, speeds
 from rekindle.build.shards import StageOrder, build_shard, host_shard
 from rekindle.shards import keygen
 
@@ -11,6 +12,7 @@ __all__ = [
     "Built",
     "Model",
     "StageOrder",
+    "available_ram",
     "build_app",
     "build_engine",
     "build_shard",
@@ -21,4 +23,6 @@ __all__ = [
     "make_machine",
     "open_model",
     "plan_model",
+    "probe_device",
+    "speeds",
 ]

@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from rekindle.build.machine import device_names, device_of, make_machine, shard_of
 from rekindle.build.model import Model, open_model
+from rekindle.build.probe import speeds
 from rekindle.build.shards import DTYPES, Progress, Shards, StageOrder, load_stage, stage_orders
 from rekindle.config import Config, show_bytes
 from rekindle.engine.engine import Engine, EngineSettings
@@ -96,7 +97,8 @@ def _machine(config: Config, hosts: Shards | RayHosts | None) -> tuple[list[str]
     """The names of the devices, in pipeline order, and what they have."""
     if hosts is None or isinstance(hosts, Shards):
         names = device_names(config.devices)
-        return names, make_machine(names, config.vram, config.ram, config.shards)
+        relative = speeds(names, config.shards) if config.split == "auto" else None
+        return names, make_machine(names, config.vram, config.ram, config.shards, relative)
     return hosts.names, hosts.machine(config.ram)
 
 

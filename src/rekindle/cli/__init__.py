@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from rekindle.cli import bench, cache, generate, inspect, plan, replay, serve, shard
+from rekindle.cli import bench, cache, devices, generate, inspect, plan, replay, serve, shard
 from rekindle.errors import RekindleError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command("serve")(serve.serve)
 app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
+app.command("devices")(devices.devices)
 app.command("bench")(bench.bench)
 app.command("replay")(replay.replay)
 app.add_typer(cache.app, name="cache")

@@ -46,7 +46,7 @@ def bench(
         shapes = [(tokens, answer, 1) for tokens in prompts] + [(min(prompts), answer, n) for n in batches if n > 1]
         report = run_bench(built, [shape for shape in shapes if longest <= built.context], repeats)
     finally:
-        built.engine.stop()
+        built.stop()
     table = Table("prompt", "answer", "sequences", "prefill tok/s", "decode tok/s", box=None, header_style="bold")
     for row in report.rows:
         table.add_row(*map(str, (row.prompt, row.answer, row.sequences, f"{row.prefill:,.1f}", f"{row.decode:,.1f}")))

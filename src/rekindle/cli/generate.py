@@ -50,7 +50,7 @@ def generate(
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
         _answer(built, _prompt(built, text, raw), sampling, max_tokens)
     finally:
-        built.engine.stop()
+        built.stop()
 
 
 def _prompt(built: Built, text: str, raw: bool) -> Prompt:

@@ -30,7 +30,7 @@ def replay(
     ] = None,
     serve: Annotated[str, typer.Option(help="More options for the server it starts, as one string.")] = "",
     scale: Annotated[float, typer.Option(help="Times the size of system prompts and turns.")] = 1.0,
-    turns: Annotated[int, typer.Option(help="Requests per conversation.", min=4)] = 6,
+    turns: Annotated[int, typer.Option(help="Requests per conversation.", min=5)] = 6,
     answer: Annotated[int, typer.Option(help="Tokens per answer.", min=1)] = 8,
     session: Annotated[
         Path | None, typer.Option(help="A recorded session: JSON lines, one {messages: …} per request.")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -87,6 +89,8 @@ def serve(
         ray=ray,
         audit=audit,
     )
+    # uvicorn hands a SIGTERM on once it has stopped; without this the process would end before the engine has.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     listener = _listen(host, port)
     built = options.load_with_progress(config)
     try:

@@ -544,7 +544,7 @@ class Engine:
                     self._emit(sequence, Failed(error))
 
     def _outlive(self, error: StageLost) -> None:
-        """A stage is gone, and with it a part of every live state. Bring it back and run again what must be, or say so."""
+        """A stage is gone, and with it a part of every live state: bring it back and run again what must be."""
         self._flights.clear()
         try:
             self.pipeline.recover()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rekindle.engine.types import Sampling, TokenLogprob
-from rekindle.kernels.sampling import add_bias, apply_penalties, count_tokens, sample
+from rekindle.kernels.sampling import add_bias, apply_penalties, argmax, count_tokens, sample
 
 
 class Drawable(Protocol):
@@ -42,7 +42,7 @@ def draw(logits: torch.Tensor, sequences: Sequence[Drawable], positions: Sequenc
     settings = [sequence.sampling for sequence in sequences]
     logits = _prepared(logits, sequences)
     if all(s.temperature == 0 for s in settings):
-        return logits.argmax(dim=-1)
+        return argmax(logits)
     # Settings stay on the host: the sampler reads them there to choose a cheaper path.
     uniforms = [uniform(s.seed, position) for s, position in zip(settings, positions, strict=True)]
     return sample(

@@ -39,7 +39,7 @@ class Sequence:
     request: Request
     tokens: list[int]
     max_tokens: int
-    prefill_end: int  # tokens to be in the state before the next draw: the prompt, or after a loss the answer so far too
+    prefill_end: int  # tokens in the state before the next draw: the prompt, or after a loss the answer so far too
     phase: Phase = Phase.WAITING
     slot: int = -1
     position: int = 0

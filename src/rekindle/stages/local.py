@@ -17,7 +17,7 @@ from rekindle.models.state import DeltaState, KvState, LayerState
 from rekindle.pool import KvMode, PagePool, PagingCounts, Policy, PoolReader, host_copies
 from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part
 from rekindle.spec import PAGE, Span
-from rekindle.stages.graphs import DecodeGraphs
+from rekindle.stages.graphs import DecodeGraphs, round_up
 from rekindle.stages.types import Ahead, PageCount, StageOutput
 
 
@@ -119,8 +119,8 @@ class LocalStage:
 
     def _forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None) -> StageOutput:
         self._prepare(batch)
-        decodes = batch.rows == len(batch.segments) and not batch.rewindable
-        if self._graphs is not None and decodes and self._reader.replayable:
+        if self._graphs is not None and self._replayable(batch):
+            self.model.settle(batch.rows)
             tables = [self._tables[segment.slot].places(self.pool.scratch_page) for segment in batch.segments]
             x = self._graphs.run(batch, tables, hidden, ahead)
             self._advance(batch)
@@ -134,6 +134,11 @@ class LocalStage:
         wanted = _wanted_rows(batch)
         logits = self.model.leave(x[wanted] if wanted is not None else x) if batch.logit_rows else None
         return StageOutput(None, logits, self._reader.skips)
+
+    def _replayable(self, batch: Batch) -> bool:
+        """A decode step that needs nothing of the host: no rows to keep, no pages or experts that lie there."""
+        decodes = batch.rows == len(batch.segments) and not batch.rewindable
+        return decodes and self._reader.replayable and self.model.can_record(round_up(batch.rows))
 
     def _prepare(self, batch: Batch) -> None:
         """Pages for every row; rows kept by the slots' last forward are of no use any more."""

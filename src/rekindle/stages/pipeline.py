@@ -107,7 +107,7 @@ class Pipeline:
     def recover(self) -> None:
         """Bring lost stages back, empty; raises StageLost if one stays away.
 
-        First everything that stands in line comes to its end, so that nothing meant for the lost state meets the new one.
+        First everything in line comes to its end, so that nothing meant for the lost state meets the new one.
         """
         for line in self._lines:
             line.post(lambda: None).result()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rekindle.kernels.attention import naive, triton
+from rekindle.kernels.attention.rows import row_size
 from rekindle.spec import PAGE
 
 
@@ -58,6 +59,26 @@ def test_half_precision_tiles_agree(make_ragged, segments):
     q, _, kv, ragged = _case(make_ragged, segments, 4, 1, 16, torch.float16)
     expected = naive.attend(q, kv, ragged, 0.25)
     torch.testing.assert_close(triton.attend(q, kv, ragged, 0.25), expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("segments", [[(70, 1)], [(63, 9), (0, 1)]])
+def test_packed_rows_are_stored_and_read_as_defined(make_ragged, segments):
+    torch.manual_seed(11)
+    needs = [-(-(position + length) // PAGE) for position, length in segments]
+    kv = torch.full((sum(needs), 2, PAGE, 2, row_size("q8", 64)), 255, dtype=torch.uint8)
+    expected_kv, tables, first = kv.clone(), [], 0
+    for (position, length), need in zip(segments, needs, strict=True):
+        tables.append(list(range(first, first + need)))
+        n, first = position + length, first + need
+        k, v = 3 * torch.randn(n, 2, 64), torch.randn(n, 2, 64)
+        k[0, 0, :32] = 0.0
+        triton.store_kv(kv, k, v, make_ragged([(0, 0, n)], [tables[-1]]))
+        naive.store_kv(expected_kv, k, v, make_ragged([(0, 0, n)], [tables[-1]]))
+    assert torch.equal(kv, expected_kv)
+    q = torch.randn(sum(length for _, length in segments), 4, 64)
+    ragged = make_ragged([(i, position, length) for i, (position, length) in enumerate(segments)], tables)
+    expected = naive.attend(q, kv, ragged, 0.125)
+    torch.testing.assert_close(triton.attend(q, kv, ragged, 0.125), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_parts_over_any_pages_agree_and_merge_to_the_whole(make_ragged):

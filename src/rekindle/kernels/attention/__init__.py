@@ -12,14 +12,9 @@ from rekindle.kernels.attention.rows import is_packed
 from rekindle.kernels.ragged import Ragged
 
 
-def has_kernel(kv: Tensor) -> bool:
-    """Whether the GPU kernels read and write this kv tensor; packed rows go the way of the definition."""
-    return kv.is_cuda and not is_packed(kv)
-
-
 def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
     """Write k, v [rows, kv_heads, dim] into kv [pages, 2, PAGE, kv_heads, row] at the positions of their rows."""
-    if has_kernel(kv):
+    if kv.is_cuda:
         from rekindle.kernels.attention import triton
 
         triton.store_kv(kv, k, v, ragged)
@@ -29,7 +24,7 @@ def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
 
 def attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float) -> Tensor:
     """q [rows, heads, dim]: causal attention of every row over all stored positions up to its own."""
-    if has_kernel(kv):
+    if kv.is_cuda:
         from rekindle.kernels.attention import triton
 
         return triton.attend(q, kv, ragged, scale)
@@ -38,7 +33,7 @@ def attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float) -> Tensor:
 
 def attend_gated(q: Tensor, kv: Tensor, ragged: Ragged, scale: float, gate: Tensor) -> Tensor:
     """sigmoid_gate(attend(…), gate) -> [rows, heads · dim]; on a GPU the gate costs no launch of its own."""
-    if has_kernel(kv):
+    if kv.is_cuda:
         from rekindle.kernels.attention import triton
 
         return triton.attend_gated(q, kv, ragged, scale, gate)
@@ -53,7 +48,7 @@ def attend_partial(
     page_positions[i] is the first position in pages[i]; both ascend. `attend` on a CPU is exactly merge_partials over
     groups of GROUP pages in ascending order.
     """
-    if has_kernel(kv):
+    if kv.is_cuda:
         from rekindle.kernels.attention import triton
 
         return triton.attend_partial(q, kv, pages, page_positions, row_positions, scale)
@@ -79,7 +74,7 @@ __all__ = [
     "attend",
     "attend_gated",
     "attend_partial",
-    "has_kernel",
+    "is_packed",
     "merge_partials",
     "sigmoid_gate",
     "store_kv",

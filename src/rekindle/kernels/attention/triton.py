@@ -4,7 +4,8 @@ One kernel for prefill, verify and decode. The query heads of one kv head are pa
 segment is row m // group, query head m % group of that kv head, so every key and value is loaded once per tile of
 flat rows. Few flat rows over a long context are split over the positions (flash decoding): every split leaves its part
 in float32 with its log-sum-exp, and a second kernel merges them. How many splits have work is computed from the
-position on the device, so a captured graph serves every context length.
+position on the device, so a captured graph serves every context length. Packed rows (rows.py) are unpacked tile by
+tile, on the way to the matrix units.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rekindle.kernels.attention.rows import BLOCK, is_packed
 from rekindle.kernels.device import is_roomy
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import PAGE
@@ -27,30 +29,54 @@ LEAST = 4  # tiles a split takes at least; below that merging costs more than it
 def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
     rows, kv_heads, dim = k.shape
     assert all((kv.is_contiguous(), k.stride(2) == 1, v.stride(2) == 1)), "pages are dense, heads side by side"
+    values, scales = _views(kv)
     _store_kernel[(rows, 2 * kv_heads)](
-        kv, k, v, ragged.row_positions, ragged.row_segments, ragged.tables, ragged.tables.stride(0),
+        values, scales, k, v, ragged.row_positions, ragged.row_segments, ragged.tables, ragged.tables.stride(0),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        KV_HEADS=kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), PAGE=PAGE, num_warps=1,
+        KV_HEADS=kv_heads, DIM=dim, WIDE=triton.next_power_of_2(dim), PAGE=PAGE, PACKED=is_packed(kv), BLOCK=BLOCK,
+        num_warps=1,
     )  # fmt: skip
+
+
+def _views(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """What the kernels read: values, and for packed rows the same memory as scales."""
+    if not is_packed(kv):
+        return kv, kv
+    assert kv.shape[4] % 2 == 0, f"scales of packed rows lie on even bytes, a row has {kv.shape[4]}"
+    return kv.view(torch.int8), kv.view(torch.float16)
 
 
 @triton.jit(do_not_specialize=["table_row"])
 def _store_kernel(
-    kv, k, v, row_positions, row_segments, tables, table_row, k_row, k_head, v_row, v_head,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    kv, scales, k, v, row_positions, row_segments, tables, table_row, k_row, k_head, v_row, v_head,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) % KV_HEADS
     which = tl.program_id(1) // KV_HEADS
-    at = tl.arange(0, BLOCK)
+    at = tl.arange(0, WIDE)
     position = tl.load(row_positions + row)
     page = tl.load(tables + tl.load(row_segments + row) * table_row + position // PAGE).to(tl.int64)
     if which == 0:
         value = tl.load(k + row * k_row + head * k_head + at, mask=at < DIM, other=0.0)
     else:
         value = tl.load(v + row * v_row + head * v_head + at, mask=at < DIM, other=0.0)
-    to = kv + (((page * 2 + which) * PAGE + position % PAGE) * KV_HEADS + head) * DIM + at
-    tl.store(to, value.to(kv.dtype.element_ty), mask=at < DIM)
+    to = ((page * 2 + which) * PAGE + position % PAGE) * KV_HEADS + head  # the row of kv
+    if PACKED:
+        count: tl.constexpr = WIDE // BLOCK
+        row_bytes: tl.constexpr = DIM + 2 * (DIM // BLOCK)
+        blocks = tl.reshape(value.to(tl.float32), [count, BLOCK])
+        scale = tl.div_rn(tl.max(tl.abs(blocks), axis=1), tl.full([count], 127.0, tl.float32)).to(tl.float16)
+        step = tl.where(scale == 0.0, 1.0, scale.to(tl.float32))  # a block of zeros stays zeros
+        quotient = tl.div_rn(blocks, step[:, None] + tl.zeros_like(blocks))
+        rounded = (quotient + 12582912.0) - 12582912.0  # to the nearest, to even on ties: 1.5 · 2^23 leaves no fraction
+        rounded = tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
+        tl.store(kv + to * row_bytes + at, tl.reshape(rounded, [WIDE]), mask=at < DIM)
+        block = tl.arange(0, count)
+        tl.store(scales + (to * row_bytes + DIM) // 2 + block, scale, mask=block < DIM // BLOCK)
+    else:
+        tl.store(kv + to * DIM + at, value.to(kv.dtype.element_ty), mask=at < DIM)
 
 
 def attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float) -> Tensor:
@@ -120,13 +146,15 @@ def _launch(
         torch.empty((splits, segments * longest, heads, dim), dtype=torch.float32, device=q.device) if split else out
     )
     part_lse = torch.empty((splits, segments * longest, heads), dtype=torch.float32, device=q.device) if split else lse
+    values, scales = _views(kv)
     _attend_kernel[(tiles * splits, kv_heads, segments)](
-        q, kv, tables, page_positions, starts, row_positions, parts, part_lse, None if split else gate,
+        q, values, scales, tables, page_positions, starts, row_positions, parts, part_lse, None if split else gate,
         tables.stride(0), tables.shape[1], q.stride(0), q.stride(1),
         0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), shortest, longest, splits,
         scale * 1.4426950408889634,
         SPLIT=split, SINGLE=single, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=tile_keys,
         PAGE=PAGE, LEAST=LEAST, PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+        PACKED=is_packed(kv), BLOCK=BLOCK,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if split:
@@ -169,12 +197,33 @@ def _bounds(starts, segment, SINGLE: tl.constexpr):
     return start, length
 
 
+@triton.jit
+def _load_tile(
+    kv, scales, at, n, written, kind: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows at, at + KV_HEADS, … of kv as [keys, DIM] of the given type."""
+    d = tl.arange(0, DIM)
+    size: tl.constexpr = DIM + 2 * (DIM // BLOCK) if PACKED else DIM
+    rows = kv + at * size + n[:, None] * (KV_HEADS * size) + d[None, :]
+    tile = tl.load(rows) if written is None else tl.load(rows, mask=written, other=0)
+    if PACKED:
+        count: tl.constexpr = DIM // BLOCK
+        block = tl.arange(0, count)
+        places = scales + (at * size + DIM) // 2 + n[:, None] * (KV_HEADS * size // 2) + block[None, :]
+        scale = tl.load(places) if written is None else tl.load(places, mask=written, other=0.0)
+        blocks = tl.reshape(tile, [tile.shape[0], count, BLOCK]).to(tl.float32) * scale.to(tl.float32)[:, :, None]
+        return tl.reshape(blocks, [tile.shape[0], DIM]).to(kind)
+    return tile.to(kind)
+
+
 @triton.jit(do_not_specialize=["table_row", "table_pages", "shortest", "longest", "splits"])
 def _attend_kernel(
-    q, kv, tables, page_positions, starts, row_positions, out, lse, gate,
+    q, kv, scales, tables, page_positions, starts, row_positions, out, lse, gate,
     table_row, table_pages, q_row, q_head, gate_row, gate_head, shortest, longest, splits, scale,
     SPLIT: tl.constexpr, SINGLE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     kv_head, segment = tl.program_id(1), tl.program_id(2)
     split = tl.program_id(0) % splits
@@ -210,36 +259,37 @@ def _attend_kernel(
     total = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, DIM], tl.float32)
     n = tl.arange(0, TILE_KEYS)
-    inner = n[:, None] * (KV_HEADS * DIM) + d[None, :]  # of keys inside a tile
     table = tables + segment.to(tl.int64) * table_row
     clear = tl.minimum(tl.maximum((lowest + 1) // TILE_KEYS, first), last)  # tiles before this one need no mask
     for t in range(first, clear):
         page = tl.load(table + t * TILE_KEYS // PAGE).to(tl.int64)
-        base = kv + ((page * 2 * PAGE + t * TILE_KEYS % PAGE) * KV_HEADS + kv_head) * DIM
-        keys = tl.load(base + inner).to(queries.dtype)
+        at = (page * 2 * PAGE + t * TILE_KEYS % PAGE) * KV_HEADS + kv_head  # the tile's first row of kv
+        keys = _load_tile(kv, scales, at, n, None, queries.dtype, KV_HEADS, DIM, PACKED, BLOCK)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_top[:, None])
         fade = tl.exp2(top - new_top)
-        values = tl.load(base + PAGE * KV_HEADS * DIM + inner).to(queries.dtype)
+        at += PAGE * KV_HEADS
+        values = _load_tile(kv, scales, at, n, None, queries.dtype, KV_HEADS, DIM, PACKED, BLOCK)
         acc = tl.dot(weights.to(queries.dtype), values, acc * fade[:, None], input_precision=PRECISION)
         total = total * fade + tl.sum(weights, axis=1)
         top = new_top
     for t in range(clear, last):
         page = tl.load(table + t * TILE_KEYS // PAGE).to(tl.int64)
-        base = kv + ((page * 2 * PAGE + t * TILE_KEYS % PAGE) * KV_HEADS + kv_head) * DIM
+        at = (page * 2 * PAGE + t * TILE_KEYS % PAGE) * KV_HEADS + kv_head
         key = t * TILE_KEYS + n
         if page_positions is not None:
             key = tl.load(page_positions + t * TILE_KEYS // PAGE).to(tl.int32) + t * TILE_KEYS % PAGE + n
         written = (key <= highest)[:, None]  # behind lies memory nobody wrote, NaN perhaps
-        keys = tl.load(base + inner, mask=written, other=0.0).to(queries.dtype)
+        keys = _load_tile(kv, scales, at, n, written, queries.dtype, KV_HEADS, DIM, PACKED, BLOCK)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - safe[:, None])
         fade = tl.exp2(top - safe)
-        values = tl.load(base + PAGE * KV_HEADS * DIM + inner, mask=written, other=0.0).to(queries.dtype)
+        at += PAGE * KV_HEADS
+        values = _load_tile(kv, scales, at, n, written, queries.dtype, KV_HEADS, DIM, PACKED, BLOCK)
         acc = tl.dot(weights.to(queries.dtype), values, acc * fade[:, None], input_precision=PRECISION)
         total = total * fade + tl.sum(weights, axis=1)
         top = new_top

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from rekindle.kernels.ragged import Ragged
 
+PREFILL = (32, 128, 4)  # rows, channels and warps of one program over longer segments
+DECODE = (256, 2)  # channels and warps of one program over single rows
+
 
 def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged) -> Tensor:
     rows, channels = u.shape
@@ -20,11 +23,14 @@ def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged) -> Ten
     assert all((u.stride(1) == 1, weight.is_contiguous(), windows.is_contiguous())), "channels lie side by side"
     out = torch.empty((rows, channels), dtype=u.dtype, device=u.device)
     longest = max(ragged.lengths)
-    block_rows = 1 if ragged.decodes else min(32, triton.next_power_of_2(max(longest, width - 1)))
-    block = 256 if ragged.decodes else 64
+    if ragged.decodes:
+        block_rows, (block, warps) = 1, DECODE
+    else:
+        most, block, warps = PREFILL
+        block_rows = min(most, triton.next_power_of_2(max(longest, width - 1)))
     _conv_kernel[(triton.cdiv(channels, block), triton.cdiv(longest, block_rows), ragged.segments)](
         u, weight, windows, out, ragged.starts, ragged.slots, u.stride(0), channels,
-        WIDTH=width, ROWS=block_rows, BLOCK=block, num_warps=2 if ragged.decodes else 4,
+        WIDTH=width, ROWS=block_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -51,12 +57,12 @@ def _conv_kernel(
             u + (start + tap)[:, None] * u_row + channel[None, :],
             mask=((tap >= 0) & (row < length))[:, None] & inside, other=0.0,
         ).to(tl.float32)  # fmt: skip
-        value += tl.load(
-            window + (row + i)[:, None] * channels + channel[None, :], mask=(tap < 0)[:, None] & inside, other=0.0
-        )
-        total += (
-            value * tl.load(weight + channel * WIDTH + i, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
-        )
+        if first == 0:
+            value += tl.load(
+                window + (row + i)[:, None] * channels + channel[None, :], mask=(tap < 0)[:, None] & inside, other=0.0
+            )
+        factor = tl.load(weight + channel * WIDTH + i, mask=channel < channels, other=0.0).to(tl.float32)
+        total += value * factor[None, :]
     at = out + (start + row)[:, None] * channels + channel[None, :]
     tl.store(at, (total * tl.sigmoid(total)).to(out.dtype.element_ty), mask=(row < length)[:, None] & inside)
     if first == 0:

@@ -28,8 +28,13 @@ from rekindle.spec import DeltaSpec
 CHUNK = 64
 WIDTH = 4  # of the convolution that a decode step can take along
 STEP_WARPS = 4  # of a program of the decode step, which holds a whole head; more than a head has values are no use
+EARLY = (
+    False  # the decode step launches while the kernel before still drains, and waits for its data (Hopper and later)
+)
 ROWS = (32, 1)  # value columns of a head and warps of one program of the recurrence over rows
-PASS = (32, 4, 2)  # value columns, warps and pipeline stages of one program of the pass
+PASS = (32, 4, 2)  # value columns, warps and pipeline stages of one program of the pass …
+PASS_WIDE = (64, 4, 2)  # … where programs of that width would need a second wave …
+PROGRAMS = 132  # … of so many
 PASS_SMALL = (32, 4, 1)  # the same with little shared memory
 
 
@@ -76,7 +81,7 @@ def gated_delta_step(
         inputs, taps, windows, a, b, decay, dt_bias, states, out, z, weight, ragged.slots,
         _arrivals(windows, spec), inputs.stride(0), a.stride(0), b.stride(0), z.stride(0), spec.key_dim**-0.5, eps,
         KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, DK=spec.key_dim, DV=spec.value_dim,
-        num_warps=STEP_WARPS,
+        EARLY=EARLY, num_warps=STEP_WARPS, launch_pdl=EARLY,
     )  # fmt: skip
     return out
 
@@ -98,8 +103,11 @@ def _arrivals(windows: Tensor, spec: DeltaSpec) -> Tensor:
 def _step_kernel(
     inputs, taps, windows, a, b, decay, dt_bias, states, out, z, weight, slots, arrivals,
     input_row, a_row, b_row, z_row, scale, eps,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key_head = head % KEY_HEADS
     keys: tl.constexpr = KEY_HEADS * DK
@@ -357,6 +365,8 @@ def _run_chunked(
         WIDE=wide, num_warps=4, num_stages=1,
     )  # fmt: skip
     columns, warps, stages = PASS if is_roomy(device) else PASS_SMALL
+    if is_roomy(device) and heads * ragged.segments * spec.value_dim > PROGRAMS * columns:
+        columns, warps, stages = PASS_WIDE
     columns = min(columns, spec.value_dim)
     _pass_kernel[(spec.value_dim // columns, heads, ragged.segments)](
         mixed, states, out, solve, mixing, factors, ragged.starts, ragged.slots, mixed.stride(0),

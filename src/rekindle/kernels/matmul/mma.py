@@ -218,10 +218,11 @@ def block_products(acc, first, second, d, m, d2, m2, b, sums, i: tl.constexpr, T
         s0, s1, s2, s3 = sums
         y0, y1, y2, y3 = mma(p0, q0, p1, q1, b0, b1, s0, s1, s2, s3)
         y0, y1, y2, y3 = mma(p2, q2, p3, q3, b2, b3, y0, y1, y2, y3)
-        a = byte_as_float(first[word], byte) * d - 32768.0 * d
-        a2 = byte_as_float(second[word], byte) * d2 - 32768.0 * d2
-        n = byte_as_float(first[word], byte + 1) * m - 32768.0 * m
-        n2 = byte_as_float(second[word], byte + 1) * m2 - 32768.0 * m2
+        # Fused: the product is not rounded before what was lifted is taken off, so the scale comes out exact.
+        a = tl.fma(byte_as_float(first[word], byte), d, -32768.0 * d)
+        a2 = tl.fma(byte_as_float(second[word], byte), d2, -32768.0 * d2)
+        n = tl.fma(byte_as_float(first[word], byte + 1), m, -32768.0 * m)
+        n2 = tl.fma(byte_as_float(second[word], byte + 1), m2, -32768.0 * m2)
         c0 += a * y0
         c1 += a * y1
         c2 += a2 * y2
@@ -236,10 +237,10 @@ def block_products(acc, first, second, d, m, d2, m2, b, sums, i: tl.constexpr, T
         z0, z1, z2, z3 = mma(p2, q2, p3, q3, b2, b3, r0, r1, r2, r3)
         turned = first[word] ^ -0x7F7F7F80  # 0x80808080: bytes s become s + 128
         turned2 = second[word] ^ -0x7F7F7F80
-        a = byte_as_float(turned, byte) * d - 32896.0 * d
-        a2 = byte_as_float(turned2, byte) * d2 - 32896.0 * d2
-        n = byte_as_float(turned, byte + 1) * d - 32896.0 * d
-        n2 = byte_as_float(turned2, byte + 1) * d2 - 32896.0 * d2
+        a = tl.fma(byte_as_float(turned, byte), d, -32896.0 * d)
+        a2 = tl.fma(byte_as_float(turned2, byte), d2, -32896.0 * d2)
+        n = tl.fma(byte_as_float(turned, byte + 1), d, -32896.0 * d)
+        n2 = tl.fma(byte_as_float(turned2, byte + 1), d2, -32896.0 * d2)
         c0 += a * y0
         c1 += a * y1
         c2 += a2 * y2
@@ -371,3 +372,158 @@ def _store_one(out, residual, value, m, rows, n, width, ADD: tl.constexpr):
     if ADD:
         value += tl.load(residual + at, mask, other=0.0).to(tl.float32)
     tl.store(out + at, value, mask)
+
+
+# ---- one row of x ------------------------------------------------------------------------------------------------
+#
+# With one row of x the eight columns would hold seven copies. Instead columns 2·i and 2·i + 1 belong to block i of a
+# group: its x stands in these columns and the other blocks' do not, so that one quad of registers collects the sums of
+# four blocks, block t in thread t, which then needs the scales of that block only.
+
+
+@triton.jit
+def load_step_single(codes, high, scales, supers, row, step, live, t, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
+    """What this thread needs of one row for one step: 8 words, the scales of two blocks, supers, upper bits."""
+    block = row * (COLUMNS // 32) + step * 8
+    go = live.to(tl.int32)
+    w0, w1, w2, w3 = load_four(codes + block * 4 + t * 4, go)
+    w4, w5, w6, w7 = load_four(codes + block * 4 + t * 4 + 16, go)
+    e0 = tl.load(scales + block + t, live, other=0).to(tl.int32)
+    e1 = tl.load(scales + block + t + 4, live, other=0).to(tl.int32)
+    super = tl.load(supers + row * (COLUMNS // 256) + step, live, other=0)
+    if bits_of(TYPE) > 4:
+        h0 = tl.load(high + block + t, live, other=0)
+        h1 = tl.load(high + block + t + 4, live, other=0)
+    else:
+        h0 = w0
+        h1 = w0
+    return w0, w1, w2, w3, w4, w5, w6, w7, e0, e1, super, h0, h1
+
+
+@triton.jit
+def step_products_single(acc, first, second, address, g, factor, TYPE: tl.constexpr):
+    """acc (of both rows) += the step's weights, times factor, times x; address is that of block g // 2."""
+    upper, lower = acc
+    d, m = factors(first[10], TYPE)
+    d2, m2 = factors(second[10], TYPE)
+    d *= factor
+    m *= factor
+    d2 *= factor
+    m2 *= factor
+    lift: tl.constexpr = lift_of(TYPE)
+    nought = tl.zeros(address.shape, tl.float32)
+    for k in tl.static_range(2):
+        b0, b1 = load_two(address + 256 * k)
+        b2, b3 = load_two(address + 256 * k + 32)
+        s0, s1, s2, s3 = mma(lift, lift, lift, lift, b0, b1, nought, nought, nought, nought)
+        if has_minimum(TYPE):
+            s0, s1, s2, s3 = mma(lift, lift, lift, lift, b2, b3, s0, s1, s2, s3)
+            y0, y1, y2, y3 = s0, s1, s2, s3
+            for i in tl.static_range(4):
+                mine = g // 2 == i
+                p0, p1, p2, p3 = expanded_pairs(first[4 * k + i], first[11 + k], i, TYPE)
+                q0, q1, q2, q3 = expanded_pairs(second[4 * k + i], second[11 + k], i, TYPE)
+                x0, x1, x2, x3 = (
+                    tl.where(mine, b0, 0),
+                    tl.where(mine, b1, 0),
+                    tl.where(mine, b2, 0),
+                    tl.where(mine, b3, 0),
+                )
+                y0, y1, y2, y3 = mma(p0, q0, p1, q1, x0, x1, y0, y1, y2, y3)
+                y0, y1, y2, y3 = mma(p2, q2, p3, q3, x2, x3, y0, y1, y2, y3)
+            upper += tl.fma(byte_as_float(first[8 + k], 0), d, -32768.0 * d) * y0
+            lower += tl.fma(byte_as_float(second[8 + k], 0), d2, -32768.0 * d2) * y2
+            upper += tl.fma(byte_as_float(first[8 + k], 1), m, -32768.0 * m) * s0
+            lower += tl.fma(byte_as_float(second[8 + k], 1), m2, -32768.0 * m2) * s2
+        else:
+            y0, y1, y2, y3 = s0, s1, s2, s3
+            z0, z1, z2, z3 = mma(lift, lift, lift, lift, b2, b3, nought, nought, nought, nought)
+            for i in tl.static_range(4):
+                mine = g // 2 == i
+                p0, p1, p2, p3 = expanded_pairs(first[4 * k + i], first[11 + k], i, TYPE)
+                q0, q1, q2, q3 = expanded_pairs(second[4 * k + i], second[11 + k], i, TYPE)
+                x0, x1, x2, x3 = (
+                    tl.where(mine, b0, 0),
+                    tl.where(mine, b1, 0),
+                    tl.where(mine, b2, 0),
+                    tl.where(mine, b3, 0),
+                )
+                y0, y1, y2, y3 = mma(p0, q0, p1, q1, x0, x1, y0, y1, y2, y3)
+                z0, z1, z2, z3 = mma(p2, q2, p3, q3, x2, x3, z0, z1, z2, z3)
+            turned = first[8 + k] ^ 0x8080
+            turned2 = second[8 + k] ^ 0x8080
+            upper += tl.fma(byte_as_float(turned, 0), d, -32896.0 * d) * y0
+            lower += tl.fma(byte_as_float(turned2, 0), d2, -32896.0 * d2) * y2
+            upper += tl.fma(byte_as_float(turned, 1), d, -32896.0 * d) * z0
+            lower += tl.fma(byte_as_float(turned2, 1), d2, -32896.0 * d2) * z2
+    return upper, lower
+
+
+@triton.jit
+def tile_products_single(
+    address, codes, high, scales, supers, row, row2, step,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, STRIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """As `tile_products`, for one row of x: two [1, threads], to be added up over t and the warps."""
+    g, t, _ = threads(step.shape[1] // 32)
+    steps: tl.constexpr = COLUMNS // 256
+    nought = tl.zeros(step.shape, tl.float32)
+    acc = (nought, nought)
+    if AHEAD:
+        a = load_step_single(codes, high, scales, supers, row, step, step < steps, t, COLUMNS, TYPE)
+        b = load_step_single(codes, high, scales, supers, row2, step, step < steps, t, COLUMNS, TYPE)
+        if EARLY:
+            gdc_wait()
+        for _ in range(0, steps, STRIDE):
+            after = step + STRIDE
+            a_next = load_step_single(codes, high, scales, supers, row, after, after < steps, t, COLUMNS, TYPE)
+            b_next = load_step_single(codes, high, scales, supers, row2, after, after < steps, t, COLUMNS, TYPE)
+            acc = step_products_single(acc, a, b, address + tl.minimum(step, steps - 1) * 512, g, 1.0, TYPE)
+            a = a_next
+            b = b_next
+            step = after
+    else:
+        if EARLY:
+            gdc_wait()
+        for _ in range(0, steps, STRIDE):
+            a = load_step_single(codes, high, scales, supers, row, step, step < steps, t, COLUMNS, TYPE)
+            b = load_step_single(codes, high, scales, supers, row2, step, step < steps, t, COLUMNS, TYPE)
+            acc = step_products_single(acc, a, b, address + tl.minimum(step, steps - 1) * 512, g, 1.0, TYPE)
+            step += STRIDE
+    return acc
+
+
+@triton.jit
+def single_address(x, WARPS: tl.constexpr):
+    """Where this thread reads the row x: its share of block g // 2."""
+    g, t, _ = threads(WARPS)
+    return (x + 4 * t + 32 * (g // 2)).to(tl.int64)
+
+
+@triton.jit
+def single_over_warps(acc, WARPS: tl.constexpr):
+    """Rows g and g + 8 of the tile: two [8]."""
+    upper, lower = acc
+    both = tl.join(upper, lower).reshape(WARPS, 8, 4, 2)
+    return tl.split(tl.sum(tl.sum(both, 2), 0))
+
+
+@triton.jit
+def single_gated_over_warps(acc, WARPS: tl.constexpr):
+    """silu(gate) · up for rows g and g + 8; even warps hold shares of gate, odd warps of up."""
+    upper, lower = acc
+    both = tl.join(upper, lower).reshape(WARPS // 2, 2, 8, 4, 2)
+    gate, up = tl.split(tl.permute(tl.sum(tl.sum(both, 3), 0), (1, 2, 0)))
+    return tl.split(gate * tl.sigmoid(gate) * up)
+
+
+@triton.jit
+def store_single(out, residual, acc, n_first, width, ADD: tl.constexpr):
+    """16 outputs of one row."""
+    upper, lower = acc
+    n = n_first + tl.arange(0, 8)
+    if ADD:
+        upper += tl.load(residual + n, n < width, other=0.0).to(tl.float32)
+        lower += tl.load(residual + n + 8, n + 8 < width, other=0.0).to(tl.float32)
+    tl.store(out + n, upper, n < width)
+    tl.store(out + n + 8, lower, n + 8 < width)

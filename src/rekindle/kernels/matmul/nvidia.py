@@ -15,9 +15,14 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from rekindle.kernels.matmul.mma import (
     gated_over_warps,
     over_warps,
+    single_address,
+    single_gated_over_warps,
+    single_over_warps,
+    store_single,
     store_tile,
     threads,
     tile_products,
+    tile_products_single,
 )
 from rekindle.kernels.matmul.types import Packed
 
@@ -27,7 +32,8 @@ ENOUGH_WARPS = 4096  # in flight, to keep the memory of a large card busy
 
 
 class FewConfig(NamedTuple):
-    """Warps that share 16 rows of the matrix, side by side along the columns; eights of rows of x in one program.
+    """Warps that share 16 rows of the matrix, side by side along the columns; eights of rows of x in one program,
+    or 0 for the form that takes a single row.
 
     `ahead`: a warp asks for its next step before it multiplies this one. `early` (Hopper on): programs take their
     places and ask for their first weights while the launch before still runs.
@@ -48,8 +54,8 @@ def few_config(width: int, columns: int, rows: int, paired: bool = False) -> Few
     steps, warps = columns // 256, 1
     while width // 16 * warps * (1 + paired) < ENOUGH_WARPS and warps < min(8 // (1 + paired), steps):
         warps *= 2
-    eights = min(4, triton.next_power_of_2(triton.cdiv(rows, 8)))
-    return FewConfig(warps * (1 + paired), eights, eights == 1)
+    eights = 0 if rows == 1 else min(4, triton.next_power_of_2(triton.cdiv(rows, 8)))
+    return FewConfig(warps * (1 + paired), eights, False)
 
 
 @triton.jit
@@ -58,17 +64,23 @@ def _segment(
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, ADD: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """16 outputs of one matrix for 8 · NT rows of x."""
+    """16 outputs of one matrix for 8 · NT rows of x, or for the only row."""
     g, t, warp = threads(WARPS)
-    m = tl.program_id(0) * 8 * NT + 8 * tl.arange(0, NT)[:, None] + g
-    address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 4 * t).to(tl.int64)
     row = tl.minimum(pid * 16 + g, width - 1).to(tl.int64)
     row2 = tl.minimum(pid * 16 + g + 8, width - 1).to(tl.int64)
-    acc = tile_products(
-        address, codes, high, scales, supers, row, row2, warp, COLUMNS, TYPE, WARPS, AHEAD, EARLY
-    )  # fmt: skip
-    acc = over_warps(acc, NT, WARPS)
-    store_tile(out, residual, acc, tl.program_id(0) * 8 * NT, rows, pid * 16, width, NT, ADD)
+    if NT == 0:
+        single = tile_products_single(
+            single_address(x, WARPS), codes, high, scales, supers, row, row2, warp, COLUMNS, TYPE, WARPS, AHEAD, EARLY
+        )  # fmt: skip
+        store_single(out, residual, single_over_warps(single, WARPS), pid * 16, width, ADD)
+    else:
+        m = tl.program_id(0) * 8 * NT + 8 * tl.arange(0, NT)[:, None] + g
+        address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 4 * t).to(tl.int64)
+        acc = tile_products(
+            address, codes, high, scales, supers, row, row2, warp, COLUMNS, TYPE, WARPS, AHEAD, EARLY
+        )  # fmt: skip
+        acc = over_warps(acc, NT, WARPS)
+        store_tile(out, residual, acc, tl.program_id(0) * 8 * NT, rows, pid * 16, width, NT, ADD)
 
 
 @triton.jit
@@ -128,17 +140,27 @@ def _gated_products_kernel(
         gdc_launch_dependents()
     pid = tl.program_id(1)
     g, t, warp = threads(WARPS)
-    m = tl.program_id(0) * 8 * NT + 8 * tl.arange(0, NT)[:, None] + g
-    address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 4 * t).to(tl.int64)
     row = tl.minimum(pid * 16 + g, width - 1).to(tl.int64)
     row2 = tl.minimum(pid * 16 + g + 8, width - 1).to(tl.int64)
     is_up = warp % 2 == 1
-    acc = tile_products(
-        address, tl.where(is_up, up_codes, codes), tl.where(is_up, up_high, high), tl.where(is_up, up_scales, scales),
-        tl.where(is_up, up_supers, supers), row, row2, warp // 2, COLUMNS, TYPE, WARPS // 2, AHEAD, EARLY,
-    )  # fmt: skip
-    acc = gated_over_warps(acc, NT, WARPS)
-    store_tile(out, out, acc, tl.program_id(0) * 8 * NT, rows, pid * 16, width, NT, False)
+    codes = tl.where(is_up, up_codes, codes)
+    high = tl.where(is_up, up_high, high)
+    scales = tl.where(is_up, up_scales, scales)
+    supers = tl.where(is_up, up_supers, supers)
+    if NT == 0:
+        single = tile_products_single(
+            single_address(x, WARPS), codes, high, scales, supers, row, row2, warp // 2,
+            COLUMNS, TYPE, WARPS // 2, AHEAD, EARLY,
+        )  # fmt: skip
+        store_single(out, out, single_gated_over_warps(single, WARPS), pid * 16, width, False)
+    else:
+        m = tl.program_id(0) * 8 * NT + 8 * tl.arange(0, NT)[:, None] + g
+        address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 4 * t).to(tl.int64)
+        acc = tile_products(
+            address, codes, high, scales, supers, row, row2, warp // 2, COLUMNS, TYPE, WARPS // 2, AHEAD, EARLY
+        )  # fmt: skip
+        acc = gated_over_warps(acc, NT, WARPS)
+        store_tile(out, out, acc, tl.program_id(0) * 8 * NT, rows, pid * 16, width, NT, False)
 
 
 def multiply(
@@ -156,7 +178,7 @@ def multiply(
         arguments += [out, *_planes(weight), weight.rows]
     arguments += arguments[:6] * (SEGMENTS - len(weights))  # of absent matrices, never read
     types = [weight.type for weight in weights] + ["none"] * (SEGMENTS - len(weights))
-    grid = (triton.cdiv(rows, 8 * config.eights), sum(triton.cdiv(n, 16) for n in widths))
+    grid = (_programs(rows, config), sum(triton.cdiv(n, 16) for n in widths))
     _products_kernel[grid](
         x, x.stride(0), rows, outs[0] if residual is None else residual, *arguments, columns, *types,
         ADD=residual is not None, NT=config.eights, WARPS=config.warps, AHEAD=config.ahead, EARLY=config.early,
@@ -171,12 +193,18 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, config: FewConfig | None = None)
     config = config or few_config(gate.rows, columns, rows, paired=True)
     x = x if x.stride(1) == 1 and x.stride(0) % 4 == 0 else x.contiguous()
     out = torch.empty(rows, gate.rows, dtype=x.dtype, device=x.device)
-    _gated_products_kernel[(triton.cdiv(rows, 8 * config.eights), triton.cdiv(gate.rows, 16))](
+    _gated_products_kernel[(_programs(rows, config), triton.cdiv(gate.rows, 16))](
         x, x.stride(0), rows, out, gate.rows, *_planes(gate), *_planes(up), columns, gate.type,
         NT=config.eights, WARPS=config.warps, AHEAD=config.ahead, EARLY=config.early,
         **config.launch,
     )  # fmt: skip
     return out
+
+
+def _programs(rows: int, config: FewConfig) -> int:
+    """Programs beside one another for all rows of x."""
+    assert config.eights > 0 or rows == 1, f"the form for a single row was asked for {rows}"
+    return triton.cdiv(rows, max(1, 8 * config.eights))
 
 
 def _planes(weight: Packed) -> tuple[Tensor, Tensor, Tensor, Tensor]:

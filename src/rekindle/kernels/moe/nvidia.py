@@ -18,12 +18,17 @@ from torch import Tensor
 from rekindle.kernels.matmul.mma import (
     gated_over_warps,
     load_one,
-    load_step,
+    load_step_single,
     over_warps,
-    step_products,
+    single_address,
+    single_gated_over_warps,
+    single_over_warps,
+    step_products_single,
+    store_single,
     store_tile,
     threads,
     tile_products,
+    tile_products_single,
 )
 from rekindle.kernels.matmul.types import Packed
 
@@ -46,20 +51,21 @@ GROUPS = UnitsConfig(8, 2, False)
 
 
 @triton.jit
-def _gated_tile(
-    address, base, at, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
+def _gated_row(
+    x, out, base, at, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """silu(gate x) · (up x) for 16 outputs from `at` on, of the expert whose rows begin at `base`."""
     g, _, warp = threads(WARPS)
     row = base + tl.minimum(at + g, width - 1).to(tl.int64)
     row2 = base + tl.minimum(at + g + 8, width - 1).to(tl.int64)
     is_up = warp % 2 == 1
-    acc = tile_products(
-        address, tl.where(is_up, up_codes, codes), tl.where(is_up, up_high, high), tl.where(is_up, up_scales, scales),
-        tl.where(is_up, up_supers, supers), row, row2, warp // 2, COLUMNS, TYPE, WARPS // 2, AHEAD, False,
+    acc = tile_products_single(
+        single_address(x, WARPS), tl.where(is_up, up_codes, codes), tl.where(is_up, up_high, high),
+        tl.where(is_up, up_scales, scales), tl.where(is_up, up_supers, supers), row, row2, warp // 2,
+        COLUMNS, TYPE, WARPS // 2, AHEAD, False,
     )  # fmt: skip
-    return gated_over_warps(acc, NT, WARPS)
+    store_single(out, out, single_gated_over_warps(acc, WARPS), at, width, False)
 
 
 @triton.jit
@@ -75,22 +81,18 @@ def _up_pairs_kernel(
     place = tl.program_id(1)
     at = tl.program_id(0) * 16
     x = h + row.to(tl.int64) * COLUMNS
-    _, t, _ = threads(WARPS)
-    address = (x + 4 * t).to(tl.int64)
     out = inner + (row * (USED + SHARED) + place).to(tl.int64) * width
     if place < USED:
         base = tl.load(ids + row * USED + place).to(tl.int64) * width
-        acc = _gated_tile(
-            address, base, at, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
-            COLUMNS, TYPE, 1, WARPS, AHEAD,
+        _gated_row(
+            x, out, base, at, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
+            COLUMNS, TYPE, WARPS, AHEAD,
         )  # fmt: skip
-        store_tile(out, out, acc, 0, 1, at, width, 1, False)
     elif SHARED:
-        acc = _gated_tile(
-            address, 0, at, width, s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales,
-            s_up_supers, COLUMNS, S_TYPE, 1, WARPS, AHEAD,
+        _gated_row(
+            x, out, 0, at, width, s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales,
+            s_up_supers, COLUMNS, S_TYPE, WARPS, AHEAD,
         )  # fmt: skip
-        store_tile(out, out, acc, 0, 1, at, width, 1, False)
         if at == 0:
             k = tl.arange(0, 256)
             dot = tl.zeros([256], tl.float32)
@@ -113,9 +115,9 @@ def _down_pairs_kernel(
     g, t, warp = threads(WARPS)
     n = tl.minimum(at + g, width - 1).to(tl.int64)
     n2 = tl.minimum(at + g + 8, width - 1).to(tl.int64)
-    x = inner + source.to(tl.int64) * (USED + SHARED) * COLUMNS + 4 * t
+    x = single_address(inner + source.to(tl.int64) * (USED + SHARED) * COLUMNS, WARPS)
     nought = tl.zeros(warp.shape, tl.float32)
-    acc = (nought, nought, nought, nought)
+    acc = (nought, nought)
     for start in range(0, USED * steps, WARPS):
         turn = start + warp
         live = turn < USED * steps
@@ -123,20 +125,20 @@ def _down_pairs_kernel(
         step = turn % steps
         first = tl.load(ids + source * USED + place).to(tl.int64) * width
         weight = tl.load(weights + source * USED + place)
-        a = load_step(codes, high, scales, supers, first + n, step, live, t, COLUMNS, TYPE)
-        b = load_step(codes, high, scales, supers, first + n2, step, live, t, COLUMNS, TYPE)
-        acc = step_products(acc, a, b, (x + place * COLUMNS + step * 256).to(tl.int64), weight, TYPE)
+        a = load_step_single(codes, high, scales, supers, first + n, step, live, t, COLUMNS, TYPE)
+        b = load_step_single(codes, high, scales, supers, first + n2, step, live, t, COLUMNS, TYPE)
+        acc = step_products_single(acc, a, b, x + place * (2 * COLUMNS) + step * 512, g, weight, TYPE)
     if SHARED:
         part = tl.load(share + source)
         for start in range(0, steps, WARPS):
             step = start + warp
             live = step < steps
-            a = load_step(s_codes, s_high, s_scales, s_supers, n, step, live, t, COLUMNS, S_TYPE)
-            b = load_step(s_codes, s_high, s_scales, s_supers, n2, step, live, t, COLUMNS, S_TYPE)
-            address = (x + USED * COLUMNS + tl.minimum(step, steps - 1) * 256).to(tl.int64)
-            acc = step_products(acc, a, b, address, part, S_TYPE)
+            a = load_step_single(s_codes, s_high, s_scales, s_supers, n, step, live, t, COLUMNS, S_TYPE)
+            b = load_step_single(s_codes, s_high, s_scales, s_supers, n2, step, live, t, COLUMNS, S_TYPE)
+            address = x + USED * 2 * COLUMNS + tl.minimum(step, steps - 1) * 512
+            acc = step_products_single(acc, a, b, address, g, part, S_TYPE)
     to = source.to(tl.int64) * width
-    store_tile(out + to, residual + to, over_warps(acc, 1, WARPS), 0, 1, at, width, 1, ADD)
+    store_single(out + to, residual + to, single_over_warps(acc, WARPS), at, width, ADD)
 
 
 def by_pair(
@@ -180,15 +182,20 @@ def _up_groups_kernel(
     begin = tl.load(starts + expert)
     end = tl.load(starts + expert + 1)
     at = tl.program_id(0) * 16
-    g, t, _ = threads(WARPS)
+    g, t, warp = threads(WARPS)
+    row = expert.to(tl.int64) * width + tl.minimum(at + g, width - 1)
+    row2 = expert.to(tl.int64) * width + tl.minimum(at + g + 8, width - 1)
     for m_first in range(begin, end, 8 * NT):
         m = m_first + 8 * tl.arange(0, NT)[:, None] + g
         pair = load_one(order + tl.minimum(m, end - 1))
         address = (h + (pair // USED).to(tl.int64) * COLUMNS + 4 * t).to(tl.int64)
-        acc = _gated_tile(
-            address, expert.to(tl.int64) * width, at, width, codes, high, scales, supers,
-            up_codes, up_high, up_scales, up_supers, COLUMNS, TYPE, NT, WARPS, AHEAD,
+        is_up = warp % 2 == 1
+        acc = tile_products(
+            address, tl.where(is_up, up_codes, codes), tl.where(is_up, up_high, high),
+            tl.where(is_up, up_scales, scales), tl.where(is_up, up_supers, supers), row, row2, warp // 2,
+            COLUMNS, TYPE, WARPS // 2, AHEAD, False,
         )  # fmt: skip
+        acc = gated_over_warps(acc, NT, WARPS)
         store_tile(inner, inner, acc, m_first, end, at, width, NT, False)
 
 

@@ -57,16 +57,16 @@ DOWN_PAIRS = PairConfig(4, 4)
 def up_config(pairs_per_expert: int, expanded: bool) -> GroupConfig:
     if expanded:
         return GroupConfig(128, 128, 2, 8, 3)
-    return GroupConfig(64, _pairs_tile(pairs_per_expert), 4, 4, 3)
+    return GroupConfig(64, pairs_tile(pairs_per_expert), 4, 4, 3)
 
 
 def down_config(pairs_per_expert: int, expanded: bool) -> GroupConfig:
     if expanded:
         return GroupConfig(128, 128, 2, 8, 3)
-    return GroupConfig(64, _pairs_tile(pairs_per_expert), 4, 4, 3)
+    return GroupConfig(64, pairs_tile(pairs_per_expert), 4, 4, 3)
 
 
-def _pairs_tile(pairs_per_expert: int) -> int:
+def pairs_tile(pairs_per_expert: int) -> int:
     return min(64, max(16, triton.next_power_of_2(pairs_per_expert)))
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 HEADS = 4  # heads one program of the gated norm takes
+EARLY = False  # launch while the kernel before still drains (Hopper and later); the program itself waits for its data
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -29,19 +30,22 @@ def _launch(x: Tensor, y: Tensor, weight: Tensor, total: Tensor, out: Tensor, ep
     block = triton.next_power_of_2(n)
     _norm_kernel[(rows,)](
         x, y, weight, total, out, x.stride(0), y.stride(0), n, eps,
-        ADDED=added, BLOCK=block, num_warps=8 if block > 2048 else 4,
+        ADDED=added, BLOCK=block, EARLY=EARLY, num_warps=8 if block > 2048 else 4, launch_pdl=EARLY,
     )  # fmt: skip
 
 
 @triton.jit
 def _norm_kernel(
-    x, y, weight, total, out, x_row, y_row, n, eps, ADDED: tl.constexpr, BLOCK: tl.constexpr
+    x, y, weight, total, out, x_row, y_row, n, eps, ADDED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < n
-    value = tl.load(x + row * x_row + at, mask=inside, other=0.0)
     factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)  # asked for now, not behind the reduction
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    value = tl.load(x + row * x_row + at, mask=inside, other=0.0)
     if ADDED:
         other = tl.load(y + row * y_row + at, mask=inside, other=0.0)
         # rounded to the type of the stream before the norm, as the definition has it

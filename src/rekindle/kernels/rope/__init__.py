@@ -51,8 +51,8 @@ def norm_rope_store(
     kv: Tensor,
     ragged: Ragged,
 ) -> Tensor:
-    """norm_rope, then store_kv of the turned k and of v; returns the turned q. One launch on a GPU."""
-    if attention.has_kernel(kv):
+    """norm_rope, then store_kv of the turned k and of v; returns the turned q. One launch on a GPU (packed: two)."""
+    if q.is_cuda and not attention.is_packed(kv):
         from rekindle.kernels.rope import triton
 
         return triton.norm_rope_store(q, k, v, q_weight, k_weight, eps, frequencies, kv, ragged)

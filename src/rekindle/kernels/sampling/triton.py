@@ -81,7 +81,11 @@ def sample(logits: Tensor, settings: Tensor) -> Tensor:
 
 def _draw_sorted(logits: Tensor, settings: Tensor) -> Tensor:
     values, tokens = logits.sort(dim=-1, descending=True, stable=True)
-    return naive.draw(values, tokens, settings.to(logits.device, non_blocking=True), logits.shape[1])
+    return naive.draw(values, tokens, _settings_on(logits.device, settings), logits.shape[1])
+
+
+def _settings_on(device: torch.device, settings: Tensor) -> Tensor:
+    return settings.contiguous().to(device, non_blocking=True)
 
 
 # Few candidates: the best of every run of the vocabulary, the best of those, and the draw among them
@@ -89,22 +93,26 @@ def _draw_sorted(logits: Tensor, settings: Tensor) -> Tensor:
 
 def draw_narrow(logits: Tensor, settings: Tensor) -> Tensor:
     """Rows with 0 < top_k ≤ MOST, or temperature 0."""
+    most = int(settings[1].clamp(max=MOST).max())
+    return draw_best(logits, _settings_on(logits.device, settings), max(16, triton.next_power_of_2(most)))
+
+
+def draw_best(logits: Tensor, settings: Tensor, width: int) -> Tensor:
+    """The draw among the `width` highest logits of every row, a power of two; settings on the device."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1, "the logits of a row lie side by side"
-    device = logits.device
-    width = max(16, triton.next_power_of_2(int(settings[1].clamp(max=MOST).max())))
     run = max(RUN, 4 * width)
     source, count, row, first = logits, vocab, logits.stride(0), True
     while first or count > FINAL:
         runs = triton.cdiv(count, run)
-        keys = torch.empty((rows, runs * width), dtype=torch.int64, device=device)
+        keys = torch.empty((rows, runs * width), dtype=torch.int64, device=logits.device)
         _best_of_run_kernel[(runs, rows)](
             source, keys, row, count, runs, FIRST=first, RUN=run, WIDTH=width, num_warps=4
         )
         source, count, row, first = keys, runs * width, runs * width, False
-    out = torch.empty(rows, dtype=torch.int64, device=device)
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _draw_narrow_kernel[(rows,)](
-        source, settings.to(device, non_blocking=True), out, rows, count,
+        source, settings, out, rows, count,
         BLOCK=max(width, triton.next_power_of_2(count)), WIDTH=width, num_warps=4,
     )  # fmt: skip
     return out
@@ -167,7 +175,7 @@ def draw_open(logits: Tensor, settings: Tensor) -> Tensor:
     rows, vocab = logits.shape
     assert logits.stride(1) == 1, "the logits of a row lie side by side"
     device = logits.device
-    settings = settings.to(device, non_blocking=True)
+    settings = _settings_on(device, settings)
     parts = triton.cdiv(vocab, OPEN_PART)
     block = triton.next_power_of_2(parts)
     peaks = torch.empty((rows, parts), dtype=torch.float32, device=device)

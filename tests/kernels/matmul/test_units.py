@@ -1,0 +1,77 @@
+"""The form for NVIDIA's matrix units, with its instructions laid out on paper."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paper_units import lay_out
+from test_matmul import drawn, error, made
+
+from rekindle.kernels.matmul import mma, naive, nvidia
+from rekindle.kernels.matmul import triton as fast
+from rekindle.kernels.matmul.types import Matrix
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_out(monkeypatch)
+    monkeypatch.setattr(mma, "available", lambda x: x.dtype == BF16)
+
+
+@pytest.mark.parametrize("type", ["Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize(("rows", "ahead"), [(1, True), (1, False), (3, True), (11, False)])
+def test_products_agree_with_the_definition(type: str, rows: int, ahead: bool) -> None:
+    packed, values = made(type, 21, 768)
+    x = drawn(rows, 768, dtype=BF16)
+    config = nvidia.FewConfig(warps=2, eights={1: 0, 3: 1, 11: 2}[rows], ahead=ahead)
+    (out,) = nvidia.multiply(x, [packed], torch.zeros(rows, 21), config)
+    assert error(out, x.float() @ values.T) < 1e-4  # the interpreter rounds products that the card fuses
+
+
+def test_more_rows_than_a_program_takes_and_one_warp() -> None:
+    packed, values = made("Q4_K", 16, 256)
+    x = drawn(19, 256, dtype=BF16)
+    (out,) = nvidia.multiply(x, [packed], torch.zeros(19, 16), nvidia.FewConfig(1, 2, False))
+    assert error(out, x.float() @ values.T) < 1e-4  # the interpreter rounds products that the card fuses
+
+
+def test_the_residual_is_added_to_the_first_of_several_matrices() -> None:
+    (first, first_values), (second, second_values) = made("Q4_K", 18, 512), made("Q6_K", 5, 512, 1)
+    x, residual = drawn(2, 512, dtype=BF16), drawn(2, 18)
+    outs = nvidia.multiply(x, [first, second], residual)
+    assert (
+        error(outs[0], residual + x.float() @ first_values.T) < 1e-4
+    )  # the interpreter rounds products that the card fuses
+    assert error(outs[1], x.float() @ second_values.T) < 4e-3
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_swiglu_agrees_with_the_definition(rows: int) -> None:
+    (gate, gate_values), (up, up_values) = made("Q4_K", 21, 768), made("Q4_K", 21, 768, 1)
+    x = drawn(rows, 768, dtype=BF16)
+    out = nvidia.swiglu(x, gate, up, nvidia.FewConfig(4, 2 if rows > 8 else 0, False))
+    assert (
+        error(out, naive.swiglu(x.float(), gate_values, up_values)) < 8e-3
+    )  # the interpreter cuts bfloat16 off where the card rounds
+
+
+def test_the_door_sends_each_matrix_its_way() -> None:
+    (first, first_values), (other, other_values) = made("Q4_K", 10, 256), made("Q8_0", 7, 256, 1)
+    dense = drawn(5, 256, dtype=BF16)
+    matrices = [Matrix((5, 256), dense=dense), Matrix((10, 256), packed=first), Matrix((7, 256), packed=other)]
+    for rows in (1, 3):
+        x = drawn(rows, 256, dtype=BF16)
+        some = matrices if rows == 1 else matrices[:2]  # the interpreter has no bfloat16 tiles
+        outs = fast.multiply_by_all(x, some)
+        for out, values in zip(outs, [dense.float(), first_values, other_values][: len(some)], strict=True):
+            assert error(out, x.float() @ values.T) < 6e-3
+
+
+@pytest.mark.parametrize(("width", "columns", "rows", "paired"), [(5120, 17408, 1, False), (32, 256, 40, True)])
+def test_a_config_covers_the_rows_and_pairs_its_warps(width: int, columns: int, rows: int, paired: bool) -> None:
+    config = nvidia.few_config(width, columns, rows, paired)
+    assert config.warps % (2 if paired else 1) == 0
+    assert config.warps <= 8
+    assert config.eights == (0 if rows == 1 else 4)

@@ -1,0 +1,76 @@
+"""The expert kernels for NVIDIA's matrix units, with their instructions laid out on paper."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paper_units import lay_out
+from test_moe import drawn, error, matrix, stack
+from torch import Tensor
+
+from rekindle.kernels.matmul import mma
+from rekindle.kernels.moe import naive, nvidia
+from rekindle.kernels.moe import triton as fast
+from rekindle.kernels.moe.types import SharedExpert
+
+EXPERTS, HIDDEN, WIDTH, USED = 2, 256, 256, 1
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_out(monkeypatch, nvidia)
+    monkeypatch.setattr(mma, "available", lambda x: x.dtype == BF16)
+
+
+class Layer:
+    def __init__(self) -> None:
+        self.gate, gate = stack("Q4_K", EXPERTS, WIDTH, HIDDEN, 1)
+        self.up, up = stack("Q4_K", EXPERTS, WIDTH, HIDDEN, 2)
+        self.down, down = stack("Q6_K", EXPERTS, HIDDEN, WIDTH, 3)
+        s_gate, s_gate_values = matrix("Q6_K", WIDTH, HIDDEN, 4)
+        s_up, s_up_values = matrix("Q6_K", WIDTH, HIDDEN, 5)
+        s_down, s_down_values = matrix("Q4_K", HIDDEN, WIDTH, 6)
+        self.shared = SharedExpert(s_gate, s_up, s_down, drawn(HIDDEN) / HIDDEN**0.5)
+        self.values = gate, up, down
+        self.shared_values = s_gate_values, s_up_values, s_down_values, self.shared.scale
+
+    def routed(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return naive.moe(h, ids, weights, *self.values)
+
+    def expected(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self.routed(h, ids, weights) + naive.shared_expert(h, *self.shared_values)
+
+
+@pytest.fixture(scope="module", name="layer")
+def _layer() -> Layer:
+    return Layer()
+
+
+def chosen(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    h = drawn(rows, HIDDEN).to(BF16)
+    return h, *naive.route(h.float(), drawn(EXPERTS, HIDDEN) / HIDDEN**0.5, USED)
+
+
+def test_pairs_agree_with_the_definition(layer: Layer) -> None:
+    h, ids, weights = chosen(1)
+    out = fast.moe(h, ids, weights, layer.gate, layer.up, layer.down, layer.shared, torch.ones(1, HIDDEN))
+    assert error(out - 1, layer.expected(h, ids, weights)) < 5e-3  # what lies between the products is bfloat16
+
+
+def test_pairs_without_a_shared_expert(layer: Layer) -> None:
+    h, ids, weights = chosen(2)
+    out = fast.moe(h, ids, weights, layer.gate, layer.up, layer.down, None, torch.zeros(2, HIDDEN))
+    assert error(out, layer.routed(h, ids, weights)) < 5e-3
+
+
+@pytest.mark.parametrize("eights", [1, 2])
+def test_groups_agree_with_the_definition(layer: Layer, eights: int) -> None:
+    rows = 11  # some expert has more than eight pairs
+    h, ids, weights = chosen(rows)
+    order, starts = fast.group(ids, EXPERTS)
+    planes = layer.gate.planes, layer.up.planes, layer.down.planes
+    shares = nvidia.grouped_shares(
+        h, order, starts, weights, *planes, WIDTH, eights, nvidia.UnitsConfig(4, 1, eights == 1)
+    )
+    assert error(shares.view(rows, USED, HIDDEN).sum(1), layer.routed(h, ids, weights)) < 5e-3
