@@ -245,9 +245,9 @@ def routed_inputs(rows: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 # What competes: warps, eights of rows, ahead, early (`FewConfig`); None is what the house would take.
 ROW_FORMS: list[tuple[int, int, bool, bool] | None] = [
     None, (2, 0, False, False), (4, 0, False, False), (8, 0, False, False), (4, 0, True, False), (8, 0, True, False),
-    (4, 0, True, True), (8, 0, False, True), (4, 1, False, False),
+    (4, 0, True, True), (8, 0, False, True), (4, 1, False, False), (16, 0, False, False),
 ]  # fmt: skip
-ROWS_FORMS = [(2, False), (4, False), (8, False), (4, True)]  # warps, ahead
+ROWS_FORMS = [(2, False), (4, False), (8, False), (2, True), (4, True)]  # warps, ahead
 EXPAND_TILES = [(8, 32, 4), (4, 32, 4)]
 ROUTES = [(1, 2048, 1), (2, 1024, 1), (1, 2048, 2), (2, 1024, 4), (1, 1024, 1)]  # experts, columns, warps
 PAIRS = [(8, 8, False), (4, 8, False), (16, 8, False), (8, 16, False), (8, 4, False), (8, 8, True)]

@@ -83,6 +83,8 @@ class Config:
     queue: int = 256
     dtype: str | None = None  # of activations: float32 or bfloat16
     kv_type: str | None = None
+    kv_mode: str = "exact"  # sparse leaves pages out once a sequence outgrows the pool
+    kv_policy: str = "qk"  # which pages sparse mode attends: the likeliest to matter, or the latest (lru)
     pool: int | None = None  # tokens of KV on every device
     vram: int | None = None  # bytes of every GPU that may be used
     ram: int | None = None  # bytes of host memory that may be used

@@ -117,8 +117,9 @@ def test_a_stopped_shard_is_lost_by_silence(yard: Yard) -> None:
     shard = yard.start()
     remote = RemoteStage(yard.endpoint, "paper", terms(SPAN), deadlines=replace(QUICK, silence=0.5))
     os.kill(shard.pid, signal.SIGSTOP)
+    wait_until(lambda: states(shard.pid) == {"T"}, "every thread of the shard stands still")
     try:
-        with pytest.raises(StageLost, match=r"lost during open of slot 0: no sign of life for 0.5 s"):
+        with pytest.raises(StageLost, match=r"open of slot 0: .*no sign of life for 0.5 s"):
             remote.open(0)
     finally:
         os.kill(shard.pid, signal.SIGCONT)
@@ -205,6 +206,12 @@ def test_no_shard_outlives_its_parent(tmp_path: Path) -> None:
         os.kill(child, 0)
         process.kill()
     wait_until(lambda: is_gone(child), "the shard ends with its parent")
+
+
+def states(pid: int) -> set[str]:
+    """Of the threads of a process, in the kernel's letters."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {stat.rsplit(")", 1)[1].split()[0] for stat in stats}
 
 
 def is_gone(pid: int) -> bool:

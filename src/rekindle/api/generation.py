@@ -271,6 +271,7 @@ def _cache(cache: CacheReport, text: TextPort) -> dict[str, Any]:
         "restored": {"ram": cache.restored_ram, "disk": cache.restored_disk},
         "computed": cache.computed,
         "published": cache.published,
+        "sparse": cache.sparse,
         "miss": cache.miss,
         "divergence": found
         and {"position": found.position, "ours": _named(found.ours, text), "seen": _named(found.seen, text)},

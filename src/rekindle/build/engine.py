@@ -133,6 +133,8 @@ def plan_model(config: Config, model: Model, machine: Machine) -> Plan:
         sequences=config.sequences,
         kv_type=config.kv_type or ("f32" if _dtype(config, names) is torch.float32 else "bf16"),
         pool=config.pool,
+        kv_mode=config.kv_mode,
+        kv_policy=config.kv_policy,
         split=parse_split(config.split, len(names), spec.layers),
         compute_bytes=_dtype(config, names).itemsize,
         chunk=config.grid,

@@ -23,7 +23,7 @@ from rekindle.errors import BadConfig
 from rekindle.experts import RoutingCounts, SpanExperts
 from rekindle.models import load_span
 from rekindle.placement import Plan
-from rekindle.pool import KvMode
+from rekindle.pool import KvMode, Policy
 from rekindle.shards import (
     Deadlines,
     HeadKeys,
@@ -57,6 +57,7 @@ class StageOrder:
     host_pages: int = 0
     kv_type: str = "f32"
     kv_mode: str = "exact"
+    kv_policy: str = "qk"
     dtype: str = "float32"
     hot: tuple[tuple[int, ...], ...] | None = None  # None: every expert is on the device
     ring: tuple[int, ...] = ()
@@ -64,7 +65,7 @@ class StageOrder:
     @property
     def kv_term(self) -> str:
         """What a link compares: rows of another type, or pages left out, are another state."""
-        return self.kv_type if self.kv_mode == "exact" else f"{self.kv_type} {self.kv_mode}"
+        return self.kv_type if self.kv_mode == "exact" else f"{self.kv_type} {self.kv_mode} {self.kv_policy}"
 
     def terms(self, fingerprint: str) -> Terms:
         return Terms(fingerprint, self.span, self.dtype, self.kv_term, self.slots)
@@ -82,6 +83,7 @@ def stage_orders(plan: Plan, dtype: torch.dtype) -> list[StageOrder]:
             stage.host_pages,
             plan.wishes.kv_type,
             plan.wishes.kv_mode,
+            plan.wishes.kv_policy,
             name,
             stage.hot if stage.cold else None,
             stage.ring_slots if stage.cold else (),
@@ -101,7 +103,8 @@ def load_stage(
     dtype = DTYPES[order.dtype]
     span = load_span(file, order.span, torch_device(order.device), dtype, on_progress, experts)
     kv_mode: KvMode = "sparse" if order.kv_mode == "sparse" else "exact"
-    return LocalStage(span, order.slots, order.pages, order.kv_type, order.host_pages, kv_mode=kv_mode)
+    policy: Policy = "lru" if order.kv_policy == "lru" else "qk"
+    return LocalStage(span, order.slots, order.pages, order.kv_type, order.host_pages, kv_mode, policy)
 
 
 # The shard's side
@@ -138,7 +141,7 @@ def arguments(orders: Sequence[StageOrder], endpoint: str, threads: int) -> list
     """The orders as `rekindle shard` reads them."""
     first = orders[0]
     common = ["--listen", endpoint, "--slots", str(first.slots), "--kv-type", first.kv_type, "--dtype", first.dtype]
-    given = [*common, "--kv-mode", first.kv_mode, "--threads", str(threads)]
+    given = [*common, "--kv-mode", first.kv_mode, "--kv-policy", first.kv_policy, "--threads", str(threads)]
     for order in orders:
         given += ["--device", order.device, "--span", f"{order.span.start}:{order.span.stop}"]
         given += ["--pages", str(order.pages), "--host-pages", str(order.host_pages)]

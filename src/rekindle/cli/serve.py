@@ -33,6 +33,8 @@ def serve(
     grid: Annotated[int, typer.Option(help="Prefill chunk in tokens.")] = 512,
     dtype: options.Dtype = None,
     kv_type: options.KvType = None,
+    kv_mode: options.KvMode = "exact",
+    kv_policy: options.KvPolicy = "qk",
     pool: Annotated[
         int | None, typer.Option(help="Tokens of KV on every device; decided by the plan if left out.")
     ] = None,
@@ -77,6 +79,8 @@ def serve(
         queue=queue,
         dtype=dtype,
         kv_type=kv_type,
+        kv_mode=kv_mode,
+        kv_policy=kv_policy,
         pool=pool,
         vram=options.size(vram, "--vram"),
         ram=options.size(ram, "--ram"),

@@ -410,6 +410,7 @@ class Engine:
         for segment, sequence, rows in flight.results():
             sequence.in_flight -= 1
             sequence.settled = segment.end
+            sequence.sparse |= flight.output.result().skipped_pages
             if sequence.phase is Phase.PREFILL:
                 self._settle_chunk(sequence, segment, rows)
             if len(rows) and segment.end >= sequence.prefill_end:
@@ -521,7 +522,11 @@ class Engine:
                 stop_token=stop_token,
                 prompt_tokens=sequence.prompt_length,
                 completion_tokens=completion_tokens,
-                cache=replace(sequence.cache, published=max(0, sequence.captured - sequence.cache.restored)),
+                cache=replace(
+                    sequence.cache,
+                    published=max(0, sequence.captured - sequence.cache.restored),
+                    sparse=sequence.sparse,
+                ),
                 timings=sequence.timings(time.monotonic()),
             ),
         )

@@ -54,6 +54,7 @@ class Sequence:
     audit: Audit | None = None  # what this run is compared with; it restores and publishes nothing
     captured: int = 0  # the longest prefix that was captured for this request
     cancelled: bool = False
+    sparse: bool = False  # pages were left out while it ran
     cache: CacheReport = field(default_factory=CacheReport)
     prompt_rows: list[torch.Tensor] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.monotonic)

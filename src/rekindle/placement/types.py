@@ -11,6 +11,7 @@ from rekindle.spec import PAGE, ModelSpec, Span
 
 KINDS = ("cuda", "hip", "cpu")
 KV_MODES = ("exact", "sparse")
+KV_POLICIES = ("qk", "lru")
 KV_TYPES = ("bf16", "f16", "f32", "q8")
 
 # Page tables have room for this many tokens per slot whatever the limit, so that a higher limit costs nothing.
@@ -107,6 +108,7 @@ class Wishes:
     ring_share: float = 1 / 16  # of a layer's experts, as spare slots that follow the routing
     counts: Sequence[Sequence[float]] | None = None  # routing counts [layer][expert]
     kv_mode: str = "exact"
+    kv_policy: str = "qk"  # which pages sparse mode attends
     rewind_rows: int = 0  # rows of a block that rewind may go back into
     compute_bytes: int = 2  # of one activation value
     chunk: int = 512  # tokens of one prefill forward
@@ -123,6 +125,8 @@ class Wishes:
             raise BadConfig(f"kv_type is {self.kv_type!r}, known types are {', '.join(KV_TYPES)}")
         if self.kv_mode not in KV_MODES:
             raise BadConfig(f"kv_mode is {self.kv_mode!r}, known modes are {', '.join(KV_MODES)}")
+        if self.kv_policy not in KV_POLICIES:
+            raise BadConfig(f"kv_policy is {self.kv_policy!r}, known policies are {', '.join(KV_POLICIES)}")
         if self.compute_bytes not in (2, 4):
             raise BadConfig(f"compute_bytes is {self.compute_bytes}, activations are 2 or 4 bytes wide")
         if not 0 <= self.ring_share <= 1:  # refuses NaN too

@@ -14,6 +14,8 @@ One step is 256 columns: 8 blocks, one entry of `supers`.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -33,6 +35,7 @@ def takes(type: str) -> bool:
     return type in GROUPED
 
 
+@functools.cache
 def _has_units(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 

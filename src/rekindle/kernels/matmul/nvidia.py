@@ -55,7 +55,7 @@ def few_config(width: int, columns: int, rows: int, paired: bool = False) -> Few
     while width // 16 * warps * (1 + paired) < ENOUGH_WARPS and warps < min(8 // (1 + paired), steps):
         warps *= 2
     eights = 0 if rows == 1 else min(4, triton.next_power_of_2(triton.cdiv(rows, 8)))
-    return FewConfig(warps * (1 + paired), eights, False)
+    return FewConfig(warps * (1 + paired), eights, ahead=eights == 2)
 
 
 @triton.jit
