@@ -32,7 +32,7 @@ CLIENTS = 3
 TALKS = 6
 LENGTHS = (90, 150, 230)  # tokens of a talk's prompts, each a prefix of the next
 ANSWER = 8  # tokens
-CACHE = 2 << 20  # bytes, a few snapshots: some prompts are restored, others are run
+CACHE = 6 << 20  # bytes, a few snapshots: some prompts are restored, others are run
 PATIENCE = 120.0  # seconds that a request may take, with a shard starting again in them
 
 
@@ -50,11 +50,11 @@ class Tally:
     waits: list[float] = field(default_factory=list)  # seconds from a kill to the next answer
 
 
-def build(model: Path, split: bool) -> Built:
+def build(model: Path, split: bool, cache: int = CACHE) -> Built:
     shards = parse_shards([f"lab={sys.executable} -m rekindle.cli shard {model}"] if split else [], [], [])
     devices = ("cpu", "cpu@lab") if split else ("cpu",)
     sizes = dict(context=512, sequences=4, grid=64, threads=1)
-    return build_engine(Config(model=model, devices=devices, cache_ram=CACHE, shards=shards, **sizes))
+    return build_engine(Config(model=model, devices=devices, cache_ram=cache, shards=shards, **sizes))
 
 
 def prompt(talk: int, length: int) -> Prompt:

@@ -55,6 +55,7 @@ def test_usage_and_report_are_the_engines_numbers(house):
         "restored": {"ram": finished.cache.restored_ram, "disk": finished.cache.restored_disk},
         "computed": finished.cache.computed,
         "published": 5,
+        "sparse": False,
         "miss": "the prompt leaves what was seen",
         "divergence": {"position": finished.cache.restored, "ours": {"token": 97, "text": "a"}, "seen": None},
         "timings_ms": {"queued": 1.0, "prefill": 250.0, "decode": 500.0},

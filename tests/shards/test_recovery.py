@@ -60,7 +60,7 @@ def undisturbed(moe: Path) -> Iterator[Callable[[int, int], list[int]]]:
 
 @pytest.fixture(scope="module")
 def split(moe: Path) -> Iterator[Any]:
-    built = SOAK.build(moe, split=True)
+    built = SOAK.build(moe, split=True, cache=1 << 28)
     yield built
     built.stop()
 

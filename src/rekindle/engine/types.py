@@ -70,10 +70,10 @@ class CacheReport:
     restored_ram: int = 0
     restored_disk: int = 0
     computed: int = 0  # prompt tokens run through a forward
-    sparse: bool = False  # some of the context was left out of attention, as --kv-mode sparse allows
     published: int = 0  # tokens newly covered by snapshots of this request
     miss: str | None = None  # why not more was restored, in words; None for a full hit
     divergence: Divergence | None = None
+    sparse: bool = False  # some of the context was left out of attention, as --kv-mode sparse allows
 
     @property
     def restored(self) -> int:
