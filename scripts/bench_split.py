@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import threading
@@ -40,7 +41,7 @@ from rekindle.stages import Pipeline
 from rekindle.stages.types import Stage
 
 SHAPE = Shape(
-    _hybrid("split", 8, 512, 512, _gated(8, 2, 64, 16), DeltaSpec(4, 8, 64, 64, 4), FfnSpec(0, 64, 8, 256, 256)),
+    _hybrid("split", 8, 512, 512, _gated(8, 2, 64, 16), DeltaSpec(4, 8, 64, 64, 4), FfnSpec(0, 128, 8, 256, 256)),
     sections=(3, 3, 2, 0),
     first_special=500,
     first_thinking=503,
@@ -48,6 +49,7 @@ SHAPE = Shape(
 GRID = 256
 GOALS = {"prefill": 1.7, "decode": 1.5}
 SEQUENCES = 4
+STEPS = 25
 
 
 class InTurns(Pipeline):
@@ -138,6 +140,27 @@ def chunk_times(stages: list[Stage]) -> dict[str, float]:
     return cost
 
 
+def step_times(stage: Stage) -> dict[str, float]:
+    """What a decode step of the first stage takes, alone; the gain cannot be more than their ratio."""
+    medians: dict[int, float] = {}
+    for rows in (SEQUENCES // 2, SEQUENCES):
+        rng, times = np.random.default_rng(rows), []
+        for slot in range(rows):
+            stage.open(slot)
+        for position in range(STEPS):
+            tokens = rng.integers(0, 256, rows).tolist()
+            batch = Batch(tuple(Segment(slot, position, (token,)) for slot, token in enumerate(tokens)))
+            begin = time.perf_counter()
+            stage.forward(batch, None)
+            times.append(time.perf_counter() - begin)
+        for slot in range(rows):
+            stage.close(slot)
+        medians[rows] = statistics.median(times)
+    half, whole = medians.values()
+    named = {f"rows{rows}_ms": round(seconds * 1e3, 1) for rows, seconds in medians.items()}
+    return named | {"decode_bound": round(whole / half, 2)}
+
+
 def run(wishes: argparse.Namespace, folder: Path) -> dict[str, object]:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -165,7 +188,7 @@ def run(wishes: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 def compare(wishes: argparse.Namespace, stages: list[Stage]) -> dict[str, object]:
     chunk_times(stages)
-    result: dict[str, object] = dict(chunk_times(stages))
+    result: dict[str, object] = {**chunk_times(stages), **step_times(stages[0])}
     both: dict[str, list[Speeds]] = {"overlap": [], "in turns": []}
     for repeat in range(wishes.repeats):  # alternating, so that a busy minute hits both
         both["in turns"].append(measure(InTurns(stages), wishes.prompt, wishes.answer, repeat))

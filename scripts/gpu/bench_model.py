@@ -59,6 +59,14 @@ def check_tiny(folder: Path) -> None:
         say(f"check {shape}: mean |Δ log p| {np.mean(distance):.4f}, first token equal {same}/{len(edges)}")
 
 
+class Told(dict[str, float]):
+    """A table that says every row as it comes, so that a run cut short leaves what it had."""
+
+    def __setitem__(self, name: str, value: float) -> None:
+        super().__setitem__(name, value)
+        print(f"  … {name} {value:.1f}", flush=True)
+
+
 def seconds(call: Callable[[], object], repeats: int = 1) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -170,7 +178,7 @@ def main() -> None:
     moe = "35b" in options.shape
     longest = 131_072 if moe else 32_768
     bench = Bench(path, 32, (longest + 16_384) // 64, options.grid)
-    table: dict[str, float] = {"load (s)": bench.load_s, "start to first token (s)": bench.first_token_s}
+    table: dict[str, float] = Told({"load (s)": bench.load_s, "start to first token (s)": bench.first_token_s})
     say(f"loaded in {bench.load_s:.1f} s, {torch.cuda.memory_allocated() / 2**30:.1f} GiB on the device")
     try:
         fill_table(bench, table, moe, options)

@@ -26,9 +26,9 @@ from rekindle.kernels.matmul.mma import (
 )
 from rekindle.kernels.matmul.types import Packed
 
-FEW_ROWS = 64  # up to here this beats expanding the matrix first
+FEW_ROWS = 32  # up to here this beats expanding the matrix first
 SEGMENTS = 4  # matrices of one launch
-ENOUGH_WARPS = 4096  # in flight, to keep the memory of a large card busy
+WIDE = 8192  # outputs of a launch that fill a large card with four warps each
 
 
 class FewConfig(NamedTuple):
@@ -49,13 +49,20 @@ class FewConfig(NamedTuple):
         return {"num_warps": self.warps, "num_stages": 1} | ({"launch_pdl": True} if self.early else {})
 
 
-def few_config(width: int, columns: int, rows: int, paired: bool = False) -> FewConfig:
-    """Small matrices take more warps beside one another, so that enough loads are in flight."""
-    steps, warps = columns // 256, 1
-    while width // 16 * warps * (1 + paired) < ENOUGH_WARPS and warps < min(8 // (1 + paired), steps):
-        warps *= 2
-    eights = 0 if rows == 1 else min(4, triton.next_power_of_2(triton.cdiv(rows, 8)))
-    return FewConfig(warps * (1 + paired), eights, ahead=eights == 2)
+def few_config(width: int, columns: int, rows: int, paired: bool = False, six_bits: bool = False) -> FewConfig:
+    """The fastest of those timed on an H200 (docs/LOG.md). `six_bits`: one of the matrices is Q6_K, which takes so many
+    instructions per weight that asking for the next step ahead pays."""
+    if rows > 16:
+        warps, eights, ahead = 2, 4, False
+    elif rows > 8:
+        warps, eights, ahead = 2, 2, True
+    elif six_bits or rows > 1:
+        warps, eights, ahead = 4, int(rows > 1), six_bits
+    else:
+        # A narrow matrix takes more warps beside one another, so that enough loads are in flight.
+        warps, eights, ahead = (8 if paired or width < WIDE else 4), 0, False
+    most = (1 + paired) * (1 << (columns // 256).bit_length() - 1)  # no warp without a step of its own
+    return FewConfig(min(max(warps, 1 + paired), most), eights, ahead)
 
 
 @triton.jit
@@ -169,7 +176,7 @@ def multiply(
     """x [rows, in] through up to SEGMENTS matrices in one launch; residual belongs to the first."""
     rows, columns = x.shape
     widths = [weight.rows for weight in weights]
-    config = config or few_config(sum(widths), columns, rows)
+    config = config or few_config(sum(widths), columns, rows, six_bits=any(w.type == "Q6_K" for w in weights))
     x = x if x.stride(1) == 1 and x.stride(0) % 4 == 0 else x.contiguous()
     dtypes = [x.dtype if residual is None else residual.dtype] + [x.dtype] * (len(weights) - 1)
     outs = [torch.empty(rows, n, dtype=dtype, device=x.device) for n, dtype in zip(widths, dtypes, strict=True)]
@@ -190,7 +197,7 @@ def multiply(
 def swiglu(x: Tensor, gate: Packed, up: Packed, config: FewConfig | None = None) -> Tensor:
     """silu(gate x) · (up x); both matrices of one type."""
     rows, columns = x.shape
-    config = config or few_config(gate.rows, columns, rows, paired=True)
+    config = config or few_config(gate.rows, columns, rows, paired=True, six_bits=gate.type == "Q6_K")
     x = x if x.stride(1) == 1 and x.stride(0) % 4 == 0 else x.contiguous()
     out = torch.empty(rows, gate.rows, dtype=x.dtype, device=x.device)
     _gated_products_kernel[(_programs(rows, config), triton.cdiv(gate.rows, 16))](

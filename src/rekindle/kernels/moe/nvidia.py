@@ -44,7 +44,7 @@ class UnitsConfig(NamedTuple):
 
 
 PAIRS = UnitsConfig(8, 8, False)
-GROUPS = UnitsConfig(8, 2, False)
+GROUPS = UnitsConfig(4, 1, True)
 
 
 # ---- every pair for itself ---------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from rekindle.kernels.moe.types import ExpertStack, SharedExpert
 Three = tuple[Packed, Packed, Packed]
 
 FEW_ROWS = 4  # up to here every pair reads its own weights
-UNITS_PAIR_ROWS = 8  # the same, where `nvidia` does it
+UNITS_PAIR_ROWS = 16  # the same, where `nvidia` does it
 UNITS_ROWS = 256  # up to here the groups take the way of `nvidia`
 MANY_ROWS = 1024  # from here on experts are expanded
 ROUTED_ROWS = 16  # up to here the router is part of the choosing launch
@@ -129,14 +129,14 @@ def _choose_kernel(logits, ids, weights, experts, least, USED: tl.constexpr, E: 
 
 
 class RouteConfig(NamedTuple):
-    """Experts and columns of a program's tile. One warp each: the choosing at the end needs no barriers then."""
+    """Experts and columns of a program's tile, and its warps."""
 
     experts: int
     columns: int
     warps: int
 
 
-ROUTE = RouteConfig(1, 2048, 1)
+ROUTE = RouteConfig(1, 2048, 2)
 
 
 def route(h: Tensor, router: Tensor, used: int, config: RouteConfig = ROUTE) -> tuple[Tensor, Tensor]:
