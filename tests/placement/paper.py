@@ -8,7 +8,7 @@ from rekindle.placement import Device, LayerSizes, Machine, Sizes, Wishes
 from rekindle.spec import AttentionSpec, DeltaSpec, FfnSpec, Mixer, ModelSpec
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-POOL_TARGET = 16_384  # tokens
+POOL_TARGET = 8_192  # tokens
 
 
 def small_spec(mixers: tuple[Mixer, ...], ffn: FfnSpec) -> ModelSpec:

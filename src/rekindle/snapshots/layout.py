@@ -132,6 +132,8 @@ def _one(
 
 
 def _view(content: torch.Tensor, start: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if not nbytes:  # torch cannot see no bytes as another type
+        return torch.empty(shape, dtype=DTYPES[dtype])
     return content[start : start + nbytes].view(DTYPES[dtype]).view(shape)
 
 
