@@ -79,7 +79,7 @@ class Config:
     split: str = "auto"
     context: int | None = None
     sequences: int = 16
-    grid: int = 512
+    grid: int | None = None  # prefill chunk; 512 on a CPU, 2048 on a GPU
     queue: int = 256
     dtype: str | None = None  # of activations: float32 or bfloat16
     kv_type: str | None = None

@@ -183,6 +183,7 @@ class PaperStatus:
     generated_tokens: int = 300
     audits: int = 7
     audit_mismatches: int = 1
+    broken: str | None = None
     cache: PaperCache = field(default_factory=PaperCache)
 
 

@@ -92,6 +92,8 @@ class Routes:
     async def health(self, request: Request) -> Response:
         status = self._engine.status()
         counts = {"running": status.running, "waiting": status.waiting, "slots": status.slots}
+        if status.broken is not None:
+            return JSONResponse({"status": "broken", "reason": status.broken, **counts}, status_code=503)
         return JSONResponse({"status": "ok", **counts})
 
     async def metrics(self, request: Request) -> Response:

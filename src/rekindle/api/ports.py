@@ -76,6 +76,9 @@ class EngineStatus(Protocol):
     def audit_mismatches(self) -> int: ...
     @property
     def cache(self) -> CachePort: ...
+    @property
+    def broken(self) -> str | None:
+        """Why nothing can run any more."""
 
 
 class EnginePort(Protocol):

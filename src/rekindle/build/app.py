@@ -8,7 +8,12 @@ from starlette.applications import Starlette
 
 from rekindle.api import ModelText, Settings, create_app
 from rekindle.build.engine import Built
+from rekindle.engine.types import Sampling
 from rekindle.text import VOLATILE_LINES, TurnMemory
+
+
+# For fields that a request leaves out. Temperature 1 over the whole vocabulary lets small models ramble without end.
+SAMPLING = Sampling(temperature=0.7, top_p=0.95, min_p=0.05)
 
 
 def build_app(
@@ -27,6 +32,7 @@ def build_app(
         fingerprint=model.file.fingerprint(),
         created=int(time.time()),
         api_key=api_key,
+        sampling=SAMPLING,
         normalise=normalise,
         remember_turns=remember_turns,
         prepare_next=prepare_next,

@@ -101,7 +101,10 @@ def load_stage(
         counts = counts or RoutingCounts(file.spec.layers, file.spec.ffn.experts)
         experts = SpanExperts(order.hot, order.ring, counts)
     dtype = DTYPES[order.dtype]
-    span = load_span(file, order.span, torch_device(order.device), dtype, on_progress, experts)
+    device = torch_device(order.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # weights are packed by kernels, which run on the current device
+    span = load_span(file, order.span, device, dtype, on_progress, experts)
     kv_mode: KvMode = "sparse" if order.kv_mode == "sparse" else "exact"
     policy: Policy = "lru" if order.kv_policy == "lru" else "qk"
     return LocalStage(span, order.slots, order.pages, order.kv_type, order.host_pages, kv_mode, policy)

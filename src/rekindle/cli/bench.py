@@ -23,13 +23,12 @@ def bench(
     devices: options.Devices = "auto",
     split: options.Split = "auto",
     context: options.Context = None,
-    grid: Annotated[int, typer.Option(help="Prefill chunk in tokens.")] = 512,
+    grid: options.Grid = None,
     dtype: options.Dtype = None,
     threads: options.Threads = None,
 ) -> None:
     """Measure prefill and decode: a table for people, then one line of JSON."""
     prompts, batches = prompt or [128, 512], batch or [1, 4]
-    longest = max(prompts) + answer
     config = Config(
         model=model,
         devices=options.names(devices),
@@ -44,7 +43,10 @@ def bench(
     built = options.load_with_progress(config)
     try:
         shapes = [(tokens, answer, 1) for tokens in prompts] + [(min(prompts), answer, n) for n in batches if n > 1]
-        report = run_bench(built, [shape for shape in shapes if longest <= built.context], repeats)
+        fitting = [shape for shape in shapes if shape[0] + shape[1] <= built.context]
+        for tokens, _, _ in set(shapes) - set(fitting):
+            Console(stderr=True).print(f"left out: {tokens} + {answer} tokens, the context holds {built.context}")
+        report = run_bench(built, fitting, repeats)
     finally:
         built.stop()
     table = Table("prompt", "answer", "sequences", "prefill tok/s", "decode tok/s", box=None, header_style="bold")

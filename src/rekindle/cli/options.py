@@ -27,11 +27,12 @@ Sequences = Annotated[int, typer.Option(help="Requests that run at the same time
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 Size = Annotated[str | None, typer.Option(help="A size such as 24GiB.")]
 Dtype = Annotated[str | None, typer.Option(help="Activations: float32 (CPU) or bfloat16 (GPU).")]
+Grid = Annotated[int | None, typer.Option(help="Prefill chunk in tokens: 512 on a CPU, 2048 on a GPU if left out.")]
 KvMode = Annotated[
     str, typer.Option(help="exact: every page counts; sparse: at most the pool, and the response says so.")
 ]
 KvPolicy = Annotated[str, typer.Option(help="Which pages sparse mode attends: qk or lru.")]
-KvType = Annotated[str | None, typer.Option(help="KV pages: f32, bf16 or f16.")]
+KvType = Annotated[str | None, typer.Option(help="KV pages: f32, bf16, f16 or q8.")]
 
 
 def size(text: str | None, option: str) -> int | None:

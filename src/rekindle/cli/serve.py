@@ -30,7 +30,7 @@ def serve(
     context: options.Context = None,
     sequences: options.Sequences = 16,
     queue: Annotated[int, typer.Option(help="Requests that may wait for a place.")] = 256,
-    grid: Annotated[int, typer.Option(help="Prefill chunk in tokens.")] = 512,
+    grid: options.Grid = None,
     dtype: options.Dtype = None,
     kv_type: options.KvType = None,
     kv_mode: options.KvMode = "exact",
@@ -128,7 +128,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _greet(built: Built, host: str, port: int, name: str) -> None:
     shown = f"[{host}]" if ":" in host else host
-    out = Console()
+    out = Console(soft_wrap=True)
     out.print(f"\n[bold]Rekindle[/bold] serves [bold]{name}[/bold], context {built.context:,} tokens", highlight=False)
     out.print(f"  chat in a browser      http://{shown}:{port}/", highlight=False)
     out.print(f"  OpenAI-style clients   OPENAI_BASE_URL=http://{shown}:{port}/v1 OPENAI_API_KEY=any", highlight=False)
@@ -136,5 +136,4 @@ def _greet(built: Built, host: str, port: int, name: str) -> None:
         f"  or just                curl http://{shown}:{port}/v1/chat/completions -H 'content-type: application/json' "
         """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'\n""",
         highlight=False,
-        soft_wrap=True,
     )

@@ -34,7 +34,7 @@ from rekindle.engine.types import (
     Started,
     Token,
 )
-from rekindle.errors import BadRequest, PromptTooLong, QueueFull, RekindleError, StageLost
+from rekindle.errors import BadRequest, PromptTooLong, QueueFull, RekindleError, SnapshotMismatch, StageLost
 from rekindle.prefix import Hit, Lookup, PrefixCache, Tier
 from rekindle.prefix.cache import CacheStats
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
@@ -51,7 +51,7 @@ class EngineSettings:
     context: int  # tokens of prompt and answer together
     queue: int = 256  # requests that may wait for a slot
     run_ahead: int = 0  # steps handed over before their token is known; 0 leaves it to the pipeline
-    grid: int = 512  # prefill chunk; part of what makes two runs equal, so one number for the life of a cache
+    grid: int = 512  # prefill chunk; the same edges give the same bits
     audit: int = 0  # one in so many restores is computed again, cold, and compared; 0 audits nothing
 
 
@@ -67,6 +67,7 @@ class EngineStatus:
     audits: int
     audit_mismatches: int
     cache: CacheStats
+    broken: str | None = None  # why nothing can run any more
 
 
 class Engine:
@@ -76,6 +77,7 @@ class Engine:
         self.pipeline = pipeline
         self.prefixes = prefixes
         self.settings = settings
+        assert settings.run_ahead <= 1, "a step two ahead would consume a token that nobody has seen"
         self._scheduler = Scheduler(settings.grid, pipeline.depth, settings.run_ahead or pipeline.run_ahead)
         self._publisher = Publisher(pipeline, prefixes, settings.grid)
         on_cpu = all(stage.device == "cpu" for stage in pipeline.stages)
@@ -90,6 +92,7 @@ class Engine:
         self._lock = threading.Lock()
         self._computed = self._restored = self._generated = 0
         self._stopping = False
+        self._broken: str | None = None  # why nothing can run any more
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # What others call
@@ -106,8 +109,12 @@ class Engine:
                 raise QueueFull("the server is stopping")
             if self._waiting_count >= self.settings.queue:
                 raise QueueFull(f"{self._waiting_count} requests are waiting, the queue holds {self.settings.queue}")
+            if self._broken is not None:
+                raise StageLost(f"the engine cannot run any more: {self._broken}")
             self._waiting_count += 1
-        self._commands.put(lambda: self._enqueue(sequence))
+            self._commands.put(
+                lambda: self._enqueue(sequence)
+            )  # inside the lock, so that nothing stands behind the stop
 
     def cancel(self, request_id: str) -> None:
         """Stop the request at the next step; it gets its Finished event. Unknown ids are ignored: it has ended."""
@@ -125,13 +132,14 @@ class Engine:
             audits=self._auditor.audits,
             audit_mismatches=self._auditor.mismatches,
             cache=self.prefixes.stats(),
+            broken=self._broken,
         )
 
     def stop(self) -> None:
         """End every request as cancelled, publish what is under way, and stop the thread."""
         with self._lock:
             self._stopping = True
-        self._commands.put(None)
+            self._commands.put(None)
         self._thread.join()
         self.prefixes.close()
         self.pipeline.stop()
@@ -150,14 +158,19 @@ class Engine:
     # The loop
 
     def _run(self) -> None:
-        while self._take_commands():
+        going = True
+        while going:
             try:
-                self._step()
+                going = self._take_commands()
+                self._step() if going else self._wind_up()
             except StageLost as error:
                 self._outlive(error)
             except Exception as error:
                 log.exception("the engine's step failed; ending the requests it held")
                 self._fail_everything(error)
+
+    def _wind_up(self) -> None:
+        """The end: what is under way comes back, everyone gets an answer, what was captured is published."""
         while self._flights:
             self._settle(self._flights.popleft())
         for sequence in [*self._running, *self._waiting]:
@@ -193,15 +206,15 @@ class Engine:
         """In order of arrival, but whatever is in the background stands behind everyone else."""
         self._by_id[sequence.request.id] = sequence
         place = len(self._waiting)
-        if not sequence.request.background:
-            place = next((i for i, other in enumerate(self._waiting) if other.request.background), place)
+        if not sequence.background:
+            place = next((i for i, other in enumerate(self._waiting) if other.background), place)
             self._yield_background_slot()
         self._waiting.insert(place, sequence)
 
     def _yield_background_slot(self) -> None:
         """Background work gives up its slot to whoever has none; what it has captured so far stays published."""
         if not self._free_slots:
-            background = [s for s in self._running if s.request.background]
+            background = [s for s in self._running if s.background]
             if background:
                 background[-1].cancelled = True
 
@@ -219,14 +232,14 @@ class Engine:
     def _admit(self) -> None:
         while self._free_slots and self._waiting:
             sequence = self._waiting[0]
-            if sequence.request.background and any(not s.request.background for s in self._running):
+            if sequence.background and any(not s.background for s in self._running):
                 return
             if self._twin_is_ahead(sequence) or not self._place(sequence):
                 return
             self._waiting.popleft()
             self._running.append(sequence)
             self._scheduler.add(sequence)
-            if sequence.phase is Phase.DECODE and sequence.logits is not None:
+            if sequence.position == len(sequence.tokens):
                 self._draw_first(sequence)
 
     def _twin_is_ahead(self, sequence: Sequence) -> bool:
@@ -241,7 +254,9 @@ class Engine:
                 continue
             other.add_boundary(Boundary(shared, BoundaryKind.BRANCH))
             boundary = max((cut for cut in other.cuts if cut <= shared), default=0)
-            if boundary > other.settled and boundary > self.prefixes.known_length(sequence.tokens[:shared]):
+            under_way = boundary > other.settled or self._publisher.awaits(other, boundary)
+            if under_way and boundary > self.prefixes.known_length(sequence.tokens[:shared]):
+                other.promoted = True  # somebody waits for it now
                 return True
         return False
 
@@ -286,8 +301,8 @@ class Engine:
         sequence.found = None
         if hit is None:
             self.pipeline.open(slot)
-        else:
-            self._restore_hit(sequence, slot, hit)
+        elif not self._restore_hit(sequence, slot, hit):
+            return self._restore_prefix(sequence, slot)
         for boundary in self._boundaries(sequence, found.departure):
             sequence.add_boundary(boundary)
         if not sequence.admitted_at:
@@ -304,16 +319,23 @@ class Engine:
             divergence=Divergence(found.departure, found.ours, found.seen) if found.miss is not None else None,
         )
 
-    def _restore_hit(self, sequence: Sequence, slot: int, hit: Hit) -> None:
+    def _restore_hit(self, sequence: Sequence, slot: int, hit: Hit) -> bool:
+        """False where the stages refuse the snapshot: it is set aside and the next longest is tried."""
         try:
             self.pipeline.restore(slot, hit.position, hit.snapshot.parts)
+        except SnapshotMismatch as error:
+            log.error("a snapshot of %d tokens does not fit the stages and is set aside: %s", hit.position, error)
+            self.prefixes.set_aside(hit.entry, str(error))
+            return False
         finally:
             hit.release()
+        self._auditor.note(hit)
         sequence.position = sequence.settled = hit.position
         sequence.stretches = list(hit.snapshot.stretches)
-        self._auditor.note(hit)
-        if hit.position == sequence.prefill_end:
-            sequence.logits = hit.snapshot.logits
+        if hit.position == sequence.prefill_end and hit.snapshot.logits is not None:
+            # Drawn where a cold run would draw it, by the same code.
+            sequence.logits = hit.snapshot.logits.to(self.pipeline.logits_device)
+        return True
 
     def _boundaries(self, sequence: Sequence, divergence: int) -> list[Boundary]:
         """The prompt's own, and the place where it departs from what the index has seen."""
@@ -331,6 +353,8 @@ class Engine:
 
     def _launch(self) -> bool:
         """Hand one batch to the pipeline. False when nothing is to be run, or nothing fits until others settle."""
+        if self._flights and self._flights[-1].failed:
+            return False  # what it left behind is settled before anything runs on top of it
         reserved = sum(_pages_in_flight(flight) for flight in self._flights)
         free = self.pipeline.pages().free - reserved
         short = False
@@ -379,7 +403,7 @@ class Engine:
 
     def _set_aside_youngest(self) -> None:
         """Pages are short: the youngest sequence leaves its slot with all its state, and returns when there is room."""
-        if background := [s for s in self._running if s.request.background]:
+        if background := [s for s in self._running if s.background]:
             self._finish(background[-1], FinishReason.CANCELLED)  # nobody waits for it
             return
         victim = max(self._running, key=lambda s: s.submitted_at)
@@ -393,6 +417,7 @@ class Engine:
         )
         log.info("pages are short: request %s waits at %d tokens", victim.request.id, victim.position)
         self._leave_slot(victim)
+        victim.logits = None
         victim.phase = Phase.WAITING
         self._waiting.appendleft(victim)
 
@@ -432,14 +457,12 @@ class Engine:
         if len(rows) and segment.end in sequence.kinds:
             self._publisher.give_logits(sequence, segment.end, rows[-1])
         if sequence.request.prompt_logprobs is not None:
-            sequence.prompt_rows.append(rows)
+            self._score_prompt(sequence, segment, rows)
         if segment.end < sequence.prefill_end:
             return
         self._scheduler.remove(sequence)
         sequence.phase = Phase.DECODE
         sequence.logits = rows[-1]
-        if sequence.request.prompt_logprobs is not None:
-            self._emit(sequence, self._prompt_logprobs(sequence))
         if sequence.max_tokens == 0:
             self._finish(sequence, FinishReason.LENGTH)
 
@@ -469,13 +492,15 @@ class Engine:
         elif sequence.answer_length >= sequence.max_tokens:
             self._finish(sequence, FinishReason.LENGTH)
 
-    def _prompt_logprobs(self, sequence: Sequence) -> PromptLogprobs:
-        top = sequence.request.prompt_logprobs or 0
-        logits = torch.cat(sequence.prompt_rows)[:-1]
-        sequence.prompt_rows = []
-        following = sequence.tokens[1 : sequence.prompt_length]
-        rows = (logprob_of(row, token, top) for row, token in zip(logits, following, strict=True))
-        return PromptLogprobs((None, *rows))
+    def _score_prompt(self, sequence: Sequence, segment: Segment, rows: torch.Tensor) -> None:
+        """Every row scores the prompt token behind it; only the scores stay, not the rows. Told once, when complete."""
+        top, scores = sequence.request.prompt_logprobs or 0, sequence.prompt_scores
+        for position, row in enumerate(rows, start=segment.position + 1):
+            if position == len(scores) + 1 and position < sequence.prompt_length:
+                scores.append(logprob_of(row, sequence.tokens[position], top))
+        if segment.end == sequence.prefill_end and not sequence.prompt_told:
+            sequence.prompt_told = True
+            self._emit(sequence, PromptLogprobs((None, *scores)))
 
     # Audits: restored snapshots computed again in idle time
 
@@ -514,7 +539,7 @@ class Engine:
         elif sequence.phase is Phase.DECODE and reason is not FinishReason.CANCELLED:
             self._let_go(sequence)
         else:
-            self._end(sequence)
+            self._end_somehow(sequence)
         self._emit(
             sequence,
             Finished(
@@ -536,17 +561,26 @@ class Engine:
         assert sequence.logits is not None, "a finished answer has the logits after its last token"
         self._publisher.capture(sequence, sequence.position, BoundaryKind.ANSWER)
         self._publisher.give_logits(sequence, sequence.position, sequence.logits)
-        self._end(sequence)
+        self._end_somehow(sequence)
 
     def _fail(self, sequences: Sequential[Sequence], error: Exception) -> None:
         if not isinstance(error, RekindleError):
             log.error("a forward failed", exc_info=error)
         for sequence in sequences:
             if sequence.phase is not Phase.ENDED:
-                answered = sequence.phase is Phase.ENDING
-                self._end(sequence)
-                if not answered:
+                if sequence.phase is not Phase.ENDING:
                     self._emit(sequence, Failed(error))
+                self._end_somehow(sequence)
+
+    def _end_somehow(self, sequence: Sequence) -> None:
+        """End it even if its stage cannot be told: then the engine is broken, says so, and takes nothing more."""
+        try:
+            self._end(sequence)
+        except Exception as error:
+            log.exception("a slot could not be closed; the engine takes no more requests")
+            with self._lock:
+                self._broken = str(error)
+            self._end(sequence)
 
     def _outlive(self, error: StageLost) -> None:
         """A stage is gone, and with it a part of every live state: bring it back and run again what must be."""
@@ -591,9 +625,9 @@ class Engine:
     def _leave_slot(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         self._running.remove(sequence)
-        self.pipeline.close(sequence.slot)
-        self._free_slots.append(sequence.slot)
-        sequence.slot = -1
+        slot, sequence.slot = sequence.slot, -1
+        self._free_slots.append(slot)
+        self.pipeline.close(slot)
 
     def _emit(self, sequence: Sequence, event: Event) -> None:
         try:

@@ -43,6 +43,10 @@ class Flight:
         self.drawing = [owner for segment, owner in zip(batch.segments, owners, strict=True) if _draws(segment, owner)]
         self.drawn: Drawn | None = None
 
+    @property
+    def failed(self) -> bool:
+        return self.output.done() and self.output.exception() is not None
+
     def draw(self) -> None:
         """Draw from the logits, once."""
         if self.drawn is None and self.drawing:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rekindle.engine.sequence import Phase, Sequence
+from rekindle.errors import SnapshotMismatch
 from rekindle.prefix import PrefixCache
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots.types import Part, Snapshot, Stretch
@@ -50,6 +51,10 @@ class Publisher:
         parts = self._pipeline.capture(sequence.slot)
         self._pending.append(_Pending(sequence, position, kind, tokens, tuple(sequence.stretches), parts))
 
+    def awaits(self, sequence: Sequence, position: int) -> bool:
+        """Whether a snapshot of this sequence at this position is still on its way."""
+        return any(p.sequence is sequence and p.position == position for p in self._pending)
+
     def give_logits(self, sequence: Sequence, position: int, logits: torch.Tensor) -> None:
         for pending in self._pending:
             if pending.sequence is sequence and pending.position == position:
@@ -79,6 +84,10 @@ class Publisher:
         if pending.logits is None:
             # The forward that reaches the boundary is not back yet; or it failed, and the state is not to be trusted.
             return pending.sequence.phase is Phase.ENDED
-        snapshot = Snapshot(pending.tokens, pending.parts.result(), pending.logits, self._grid, pending.stretches)
+        try:
+            snapshot = Snapshot(pending.tokens, pending.parts.result(), pending.logits, self._grid, pending.stretches)
+        except SnapshotMismatch as error:
+            log.error("the state at %d tokens is not published: %s", pending.position, error)
+            return True
         self._prefixes.publish(snapshot, pending.kind)
         return True

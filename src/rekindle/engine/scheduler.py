@@ -38,17 +38,17 @@ class Scheduler:
         return tuple(self._prefilling)
 
     def next_batch(
-        self, decoding: Iterable[Sequence], fits: Callable[[Sequence, int], bool]
+        self, decoding: list[Sequence], fits: Callable[[Sequence, int], bool]
     ) -> tuple[Batch, list[Sequence]] | None:
         """The next batch and whose segments it holds. `fits(sequence, end)` reserves pages or says no."""
         segments: list[Segment] = []
         owners: list[Sequence] = []
-        for sequence in self._decode_turn(list(decoding)):
+        for sequence in self._decode_turn(decoding):
             if fits(sequence, sequence.position + 1):
                 segments.append(_decode_row(sequence))
                 owners.append(sequence)
         budget = self.grid
-        for sequence in self._chunk_turns():
+        for sequence in self._chunk_turns(decoding):
             end = sequence.next_chunk_end(self.grid)
             if not fits(sequence, end):
                 break
@@ -62,15 +62,16 @@ class Scheduler:
 
     def _decode_turn(self, decoding: list[Sequence]) -> list[Sequence]:
         """With several stages, a share of the rows, so that the other stages get rows of the other sequences."""
-        decoding = [s for s in decoding if not s.request.background] or decoding
+        decoding = [s for s in decoding if not s.background] or decoding
         share = -(-len(decoding) // self.depth)
         return [s for s in decoding if s.in_flight <= (self.run_ahead if s.may_run_ahead else 0)][:share]
 
-    def _chunk_turns(self) -> list[Sequence]:
-        """Who may run a chunk now, in turn; background work only where nobody else has any."""
+    def _chunk_turns(self, decoding: list[Sequence]) -> list[Sequence]:
+        """Who may run a chunk now, in turn; background work only where nobody else has anything to run."""
         ready = [s for s in self._prefilling if s.prefill_left and s.in_flight < self.in_flight and not s.cancelled]
-        foreground = [s for s in ready if not s.request.background]
-        return foreground or ready
+        foreground = [s for s in ready if not s.background]
+        others_run = foreground or any(not s.background for s in decoding)
+        return foreground if others_run else ready
 
 
 def _decode_row(sequence: Sequence) -> Segment:

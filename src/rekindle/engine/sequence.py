@@ -12,7 +12,7 @@ import torch
 from rekindle.engine.audit import Audit
 from rekindle.engine.chunks import chunk_end
 from rekindle.engine.sampler import needs_history
-from rekindle.engine.types import CacheReport, Request, Sampling, Timings
+from rekindle.engine.types import CacheReport, Request, Sampling, Timings, TokenLogprob
 from rekindle.prefix import Lookup
 from rekindle.prompt import Boundary, BoundaryKind
 from rekindle.snapshots.types import Snapshot, Stretch
@@ -56,7 +56,9 @@ class Sequence:
     cancelled: bool = False
     sparse: bool = False  # pages were left out while it ran
     cache: CacheReport = field(default_factory=CacheReport)
-    prompt_rows: list[torch.Tensor] = field(default_factory=list)
+    prompt_scores: list[TokenLogprob] = field(default_factory=list)  # of the prompt tokens behind the first
+    prompt_told: bool = False
+    promoted: bool = False  # background work that somebody waits for by now
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
     first_token_at: float = 0.0
@@ -64,6 +66,10 @@ class Sequence:
     @property
     def sampling(self) -> Sampling:
         return self.request.sampling
+
+    @property
+    def background(self) -> bool:
+        return self.request.background and not self.promoted
 
     @property
     def prompt_length(self) -> int:
@@ -87,7 +93,6 @@ class Sequence:
         self.stretches.clear()
         self.cuts.clear()
         self.kinds.clear()
-        self.prompt_rows.clear()
 
     def add_boundary(self, boundary: Boundary) -> None:
         """Capture here too, if the run has not passed it."""

@@ -21,7 +21,9 @@ from rekindle.placement.types import Device, Item, Machine, Plan, Sizes, StagePl
 from rekindle.placement.units import gib
 from rekindle.spec import PAGE, ModelSpec, Span
 
-POOL_TARGET = 8_192 // PAGE  # pages; no context limit from here on makes an expert cold. 160 MiB of bf16 KV on the 35B-A3B
+POOL_TARGET = (
+    8_192 // PAGE
+)  # pages; no context limit from here on makes an expert cold. 160 MiB of bf16 KV on the 35B-A3B
 
 
 @dataclass(frozen=True, slots=True)

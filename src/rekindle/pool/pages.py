@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from math import prod
 
+import numpy as np
 import torch
 
 from rekindle.pool.choice import SINK, is_kept
@@ -112,7 +114,7 @@ class PagePool:
         self.total = places + host_pages
         # One place more than the pool has: padded rows of a replayed graph write there and nobody reads it.
         self.scratch_page = places
-        self.kv = [torch.zeros(places + 1, 2, PAGE, kv_heads, row, dtype=dtype, device=device) for _ in range(layers)]
+        self.kv = [_zeros((places + 1, 2, PAGE, kv_heads, row), dtype, device) for _ in range(layers)]
         self.device = device
         self.counts = PagingCounts()
         self.clock = 0
@@ -361,6 +363,14 @@ class PagePool:
         assert away <= self.total - self.places, f"{away} pages are away, {self.total - self.places} may be"
         live = {page.copies[0] for page in holders if page.copies}
         assert live == self._live.keys(), "a page is known by copies that nobody holds"
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """In host memory, zeros that the system hands out page by page as they are written: a pool for every sequence at
+    the context limit costs what is used of it."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

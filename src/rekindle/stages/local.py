@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -90,11 +91,18 @@ class LocalStage:
 
     # Running
 
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels and streams belong to the current device, and every thread begins on the first one."""
+        return torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext()
+
     @torch.inference_mode()
     def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput:
-        portions = self._portions(batch)
+        with self._on_device():
+            return self._run_portions(self._portions(batch), hidden, ahead)
+
+    def _run_portions(self, portions: list[Batch], hidden: torch.Tensor | None, ahead: Ahead | None) -> StageOutput:
         if len(portions) == 1:
-            return self._forward(batch, hidden, ahead)
+            return self._forward(portions[0], hidden, ahead)
         outputs, start = list[StageOutput](), 0
         for portion in portions:
             rows = range(start, start + portion.rows)
@@ -205,12 +213,17 @@ class LocalStage:
     def close(self, slot: int) -> None:
         self._prepared.pop(slot, None)
         self.pool.clear(self._tables[slot])
-        for state in self._states.values():
-            if isinstance(state, DeltaState):
-                state.reset(slot)
+        with self._on_device():
+            for state in self._states.values():
+                if isinstance(state, DeltaState):
+                    state.reset(slot)
         self._kept.discard(slot)
 
     def capture(self, slot: int) -> list[Part]:
+        with self._on_device():
+            return self._capture(slot)
+
+    def _capture(self, slot: int) -> list[Part]:
         table = self._tables[slot]
         sealed, rest = divmod(table.position, PAGE)
         pages = self.pool.export(table.pages[:sealed]) if self.pool.kv else []
@@ -257,10 +270,14 @@ class LocalStage:
         position, own = self._prepared.pop(slot)
         self.close(slot)
         try:
-            self._restore_kv(slot, position, [part for part in own if isinstance(part, KvPart)])
+            with self._on_device():
+                self._adopt(slot, position, own)
         except Exception:
             self.close(slot)
             raise
+
+    def _adopt(self, slot: int, position: int, own: Sequence[Part]) -> None:
+        self._restore_kv(slot, position, [part for part in own if isinstance(part, KvPart)])
         for part in own:
             state = self._states[part.layer]
             if isinstance(part, DeltaPart) and isinstance(state, DeltaState):

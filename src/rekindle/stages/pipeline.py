@@ -13,8 +13,11 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
+
+import torch
 
 from rekindle.batch import Batch
 from rekindle.errors import StageLost
@@ -49,6 +52,12 @@ class Pipeline:
         """Steps that may be handed over before the last one's tokens are known: what keeps a GPU without gaps."""
         return int(len(self.stages) == 1 and self.stages[0].device.startswith("cuda"))
 
+    @property
+    def logits_device(self) -> torch.device:
+        """Where the last stage's logits come to lie in this process."""
+        device = self.stages[-1].device
+        return torch.device(device if device.startswith("cuda") else "cpu")
+
     def forward(self, batch: Batch, ahead: Ahead | None = None) -> Future[StageOutput]:
         if not self._lines:
             return _done(lambda: self.stages[0].forward(batch, None, ahead))
@@ -63,8 +72,10 @@ class Pipeline:
 
         def run() -> None:
             try:
-                hidden = before.result().hidden if before is not None else None
-                after.set_result(self.stages[index].forward(batch, hidden))
+                earlier = before.result() if before is not None else StageOutput(None, None)
+                output = self.stages[index].forward(batch, earlier.hidden)
+                skipped = earlier.skipped_pages or output.skipped_pages
+                after.set_result(replace(output, skipped_pages=skipped))
             except BaseException as error:
                 after.set_exception(error)
 
