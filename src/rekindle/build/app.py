@@ -11,7 +11,6 @@ from rekindle.build.engine import Built
 from rekindle.engine.types import Sampling
 from rekindle.text import VOLATILE_LINES, TurnMemory
 
-
 # For fields that a request leaves out. Temperature 1 over the whole vocabulary lets small models ramble without end.
 SAMPLING = Sampling(temperature=0.7, top_p=0.95, min_p=0.05)
 
