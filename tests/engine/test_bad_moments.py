@@ -99,7 +99,7 @@ def test_a_failed_forward_fails_its_own_requests_with_its_own_error(make_tiny: A
 
 
 def test_an_engine_that_cannot_close_a_slot_answers_everyone_and_says_that_it_is_broken(make_tiny: Any) -> None:
-    # The first close belongs to opening the slot, the second would end the request.
+    # Opening a slot empties it inside the stage; the first close from outside is the one that ends the request.
     stage = Faulty(make_tiny("dense").stage(slots=1), "close", 1, RuntimeError("the device is gone"))
     engine = engine_over(stage)
     answer = Answer(engine, prompt(1))

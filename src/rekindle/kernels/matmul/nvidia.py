@@ -53,16 +53,16 @@ def few_config(width: int, columns: int, rows: int, paired: bool = False, six_bi
     """The fastest of those timed on an H200 (docs/LOG.md). `six_bits`: one of the matrices is Q6_K, which takes so many
     instructions per weight that asking for the next step ahead pays."""
     if rows > 16:
-        warps, eights, ahead = 2, 4, False
+        warps, eights, ahead = 2 * (1 + paired), 4, False
     elif rows > 8:
-        warps, eights, ahead = 2, 2, True
+        warps, eights, ahead = 2 * (1 + paired), 2, True
     elif six_bits or rows > 1:
         warps, eights, ahead = 4, int(rows > 1), six_bits
     else:
         # A narrow matrix takes more warps beside one another, so that enough loads are in flight.
         warps, eights, ahead = (8 if paired or width < WIDE else 4), 0, False
     most = (1 + paired) * (1 << (columns // 256).bit_length() - 1)  # no warp without a step of its own
-    return FewConfig(min(max(warps, 1 + paired), most), eights, ahead)
+    return FewConfig(min(warps, most), eights, ahead)
 
 
 @triton.jit
