@@ -229,6 +229,12 @@ def check_sampling() -> None:
                 failures.append(f"draws {kind} {name}")
 
 
+def launch_early(early: bool) -> None:
+    """Whether norms and delta steps begin while the launch before still runs."""
+    arguments = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+    fast_norm.starting_early = fast_delta.starting_early = lambda device: arguments
+
+
 def check_early() -> None:
     """A chain of dependent kernels gives the same bits whether they launch early or not."""
     xs, weight = rand(1, 2048, dtype=torch.bfloat16), rand(2048)
@@ -239,13 +245,13 @@ def check_early() -> None:
             x, h = norm.add_rms_norm(x, h, weight, 1e-6)
         return h
 
+    launch_early(False)
     _, expected = replayed(chain)
-    fast_norm.EARLY = True
+    launch_early(True)
     graph, got = replayed(chain)
     for _ in range(20):
         graph.replay()
     torch.cuda.synchronize()
-    fast_norm.EARLY = False
     check("early launches, 60 norms in a chain", got, expected, 0.0)
 
 
@@ -425,7 +431,7 @@ def time_norms(name: str, hidden: int) -> None:
     """A chain as in the model: every norm needs the one before."""
     xs, weight = rand(1, hidden, dtype=torch.bfloat16), [rand(hidden) for _ in range(40)]
     for early in (False, True):
-        fast_norm.EARLY = early
+        launch_early(early)
 
         def chain(_: int) -> None:
             x, h = xs, xs
@@ -433,7 +439,6 @@ def time_norms(name: str, hidden: int) -> None:
                 x, h = norm.add_rms_norm(x, h, weight[i], 1e-6)
 
         record("add_rms_norm", f"{name} 1 × {hidden} early {early}", graph_time(chain, 1) / 40)
-    fast_norm.EARLY = False
 
 
 def time_step(name: str, delta: DeltaSpec, hidden: int, batch: int) -> None:
@@ -461,10 +466,9 @@ def time_step(name: str, delta: DeltaSpec, hidden: int, batch: int) -> None:
 
     record("delta step", f"{name} batch {batch} in one", graph_time(step, copies), moved)
     for early in (False, True):
-        fast_delta.EARLY = fast_norm.EARLY = early
+        launch_early(early)
         micros = graph_time(lambda i: (norm.add_rms_norm(x, x, norm_weight, 1e-6), step(i)), copies)
         record("norm + delta step", f"{name} batch {batch} early {early}", micros, moved)
-    fast_delta.EARLY = fast_norm.EARLY = False
     record("delta step", f"{name} batch {batch} in parts", graph_time(parts, copies), moved)
     for rows in ((32, 1), (32, 4), (64, 2), (16, 1)):
         if late():

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from rekindle.bench.traffic import bytes_per_token
 from rekindle.build import Built
+from rekindle.engine.engine import Engine
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
 from rekindle.prompt import Prompt
 
@@ -22,7 +24,12 @@ class Speed:
     answer: int
     sequences: int
     prefill: float  # prompt tokens per second, all sequences together
-    decode: float  # answer tokens per second, all sequences together
+    decode: float  # answer tokens per second, all sequences together, while all of them decode
+    traffic: float  # bytes that one answer token moves through memory
+
+    def share(self, copy: float) -> float:
+        """Of the speed that memory would allow, at so many bytes per second."""
+        return self.decode * self.traffic / copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +42,17 @@ class Report:
         return asdict(self)
 
 
-class _Clock:
-    """When the first and the last token of one answer came."""
+class Clock:
+    """When each token of one answer came."""
 
     def __init__(self) -> None:
-        self.first = self.last = 0.0
+        self.times = list[float]()
         self.error: Exception | None = None
         self.done = threading.Event()
 
     def take(self, event: Event) -> None:
-        now = time.perf_counter()
         if isinstance(event, Token):
-            self.first = self.first or now
-            self.last = now
+            self.times.append(time.perf_counter())
         elif isinstance(event, Failed):
             self.error = event.error
             self.done.set()
@@ -57,23 +62,32 @@ class _Clock:
 
 def run_bench(built: Built, shapes: Sequence[tuple[int, int, int]], repeats: int = 3) -> Report:
     """The best of `repeats` runs per (prompt, answer, sequences): what the machine can do when nothing else runs."""
-    rng = np.random.default_rng(0)
-    measure(built, rng, 16, 4, 1)
+    rng, vocab = np.random.default_rng(0), built.model.spec.vocab
+    measure(built.engine, vocab, rng, 16, 4, 1)
     rows = []
     for prompt, answer, sequences in shapes:
-        runs = [measure(built, rng, prompt, answer, sequences) for _ in range(repeats)]
-        best = (max(run.prefill for run in runs), max(run.decode for run in runs))
-        rows.append(Speed(prompt, answer, sequences, *best))
+        runs = [measure(built.engine, vocab, rng, prompt, answer, sequences) for _ in range(repeats)]
+        prefill, decode = (max(speeds) for speeds in zip(*runs, strict=True))
+        traffic = _traffic(built, prompt + answer // 2, sequences)
+        rows.append(Speed(prompt, answer, sequences, prefill, decode, traffic))
     return Report(built.model.name, ", ".join(stage.device.name for stage in built.plan.stages), tuple(rows))
 
 
-def measure(built: Built, rng: np.random.Generator, prompt: int, answer: int, sequences: int) -> Speed:
-    """Prompts are fresh random tokens, so nothing is restored and every token is computed."""
-    clocks = [_Clock() for _ in range(sequences)]
+def _traffic(built: Built, context: int, sequences: int) -> float:
+    on_cpu = all(stage.device.name == "cpu" for stage in built.plan.stages)
+    return bytes_per_token(built.model.file, on_cpu, built.plan.wishes.kv_type, context, sequences)
+
+
+def measure(
+    engine: Engine, vocab: int, rng: np.random.Generator, prompt: int, answer: int, sequences: int
+) -> tuple[float, float]:
+    """Prefill and decode in tokens per second, all sequences together. Prompts are fresh random tokens, so nothing is
+    restored and every token is computed."""
+    clocks = [Clock() for _ in range(sequences)]
     started = time.perf_counter()
     for index, clock in enumerate(clocks):
-        tokens = tuple(rng.integers(0, built.model.spec.vocab, prompt).tolist())
-        built.engine.submit(
+        tokens = tuple(rng.integers(0, vocab, prompt).tolist())
+        engine.submit(
             Request(
                 f"bench-{started}-{index}",
                 Prompt(tokens),
@@ -87,13 +101,13 @@ def measure(built: Built, rng: np.random.Generator, prompt: int, answer: int, se
         clock.done.wait()
         if clock.error is not None:
             raise clock.error
-    filled = max(clock.first for clock in clocks)
-    last = max(clock.last for clock in clocks)
-    decoded = sequences * (answer - 1)
-    return Speed(
-        prompt,
-        answer,
-        sequences,
-        prefill=sequences * prompt / (filled - started),
-        decode=decoded / (last - filled) if decoded and last > filled else 0.0,
-    )
+    filled = max(clock.times[0] for clock in clocks)
+    return sequences * prompt / (filled - started), decode_speed([clock.times for clock in clocks])
+
+
+def decode_speed(times: Sequence[Sequence[float]]) -> float:
+    """Tokens per second while every sequence decodes: from the last one's first token to the first one's last."""
+    begin, end = max(own[0] for own in times), min(own[-1] for own in times)
+    if end <= begin:
+        return 0.0
+    return sum(begin < time <= end for own in times for time in own) / (end - begin)

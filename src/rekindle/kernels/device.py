@@ -20,3 +20,15 @@ def _shared_memory(device: torch.device) -> int:
 
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def starting_early(device: torch.device) -> dict[str, bool]:
+    """Launch arguments of a kernel of the decode step: from Hopper on its programs take their places while the launch
+    before still runs. A kernel that takes EARLY lets the launch behind it do the same, and waits (gdc_wait) before it
+    touches anything that an earlier launch writes or reads; weights it may read at once."""
+    return {"EARLY": True, "launch_pdl": True} if _has_dependent_launch(device) else {"EARLY": False}
+
+
+@cache
+def _has_dependent_launch(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -6,9 +6,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rekindle.kernels.device import starting_early
 
 HEADS = 4  # heads one program of the gated norm takes
-EARLY = False  # launch while the kernel before still drains (Hopper and later); the program itself waits for its data
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,7 +32,7 @@ def _launch(x: Tensor, y: Tensor, weight: Tensor, total: Tensor, out: Tensor, ep
     block = triton.next_power_of_2(n)
     _norm_kernel[(rows,)](
         x, y, weight, total, out, x.stride(0), y.stride(0), n, eps,
-        ADDED=added, BLOCK=block, EARLY=EARLY, num_warps=8 if block > 2048 else 4, launch_pdl=EARLY,
+        ADDED=added, BLOCK=block, num_warps=8 if block > 2048 else 4, **starting_early(x.device),
     )  # fmt: skip
 
 
@@ -38,13 +40,14 @@ def _launch(x: Tensor, y: Tensor, weight: Tensor, total: Tensor, out: Tensor, ep
 def _norm_kernel(
     x, y, weight, total, out, x_row, y_row, n, eps, ADDED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < n
     factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)  # asked for now, not behind the reduction
     if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
     value = tl.load(x + row * x_row + at, mask=inside, other=0.0)
     if ADDED:
         other = tl.load(y + row * y_row + at, mask=inside, other=0.0)
@@ -62,13 +65,19 @@ def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     assert all((o.is_contiguous(), z.stride(1) == 1)), "heads of a row lie side by side"
     out = torch.empty((rows, heads * dim), dtype=z.dtype, device=z.device)
     _gated_kernel[(rows, triton.cdiv(heads, HEADS))](
-        o, z, weight, out, z.stride(0), heads, dim, eps, HEADS=HEADS, DIM=triton.next_power_of_2(dim), num_warps=2
-    )
+        o, z, weight, out, z.stride(0), heads, dim, eps,
+        HEADS=HEADS, DIM=triton.next_power_of_2(dim), num_warps=2, **starting_early(o.device),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def _gated_kernel(o, z, weight, out, z_row, heads, dim, eps, HEADS: tl.constexpr, DIM: tl.constexpr):
+def _gated_kernel(
+    o, z, weight, out, z_row, heads, dim, eps, HEADS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     lane = tl.arange(0, DIM)

@@ -1,0 +1,113 @@
+"""How far the GPU path is from the truth: golden log-probabilities by quantisation, and perplexity of a real model.
+
+    PYTHONPATH=src python3 scripts/gpu/check_truth.py --golden FOLDER [--model FILE --text FILE]
+
+Golden files are run as a server runs them (prompt in chunks, then token by token through recorded steps) and stand
+beside llama.cpp's distance from the same truth. The perplexity of --model on --text is taken on the GPU (bf16) and on
+the CPU (the float32 definition). A short table comes last; exit code 1: further from the truth than llama.cpp, or more
+than 0.5 % of perplexity lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from rekindle.batch import Batch, Segment, Wanted
+from rekindle.build import open_model
+from rekindle.models import load_span
+from rekindle.stages import LocalStage
+from rekindle.weights import open_weights
+
+Top = list[list[float]]  # the ten most likely: id, log-probability
+
+
+def make_stage(path: Path, device: str, pages: int) -> LocalStage:
+    file = open_weights(path)
+    dtype, kv_type = (torch.float32, "f32") if device == "cpu" else (torch.bfloat16, "bf16")
+    return LocalStage(load_span(file, file.spec.whole, torch.device(device), dtype), 1, pages, kv_type)
+
+
+def log_probabilities(stage: LocalStage, tokens: list[int], edges: list[int]) -> torch.Tensor:
+    """[tokens, vocab] on the CPU, with segments that end at the given edges."""
+    stage.open(0)
+    rows = []
+    for start, stop in zip([0, *edges[:-1]], edges, strict=True):
+        output = stage.forward(Batch((Segment(0, start, tuple(tokens[start:stop]), Wanted.ALL),)), None)
+        assert output.logits is not None, "the only stage is the last"
+        rows.append(output.logits.float().log_softmax(-1).cpu())
+    return torch.cat(rows)
+
+
+def golden_distance(path: Path, cases: list[dict[str, list]]) -> tuple[float, float]:
+    """Mean |Δ log p| over the truth's most likely tokens, and the share of steps with the same first one."""
+    stage = make_stage(path, "cuda", 16)
+    distances, same, steps = list[float](), 0, 0
+    for case in cases:
+        prompt, answer = case["prompt"], case["tokens"]
+        edges = [*range(256, len(prompt), 256), *range(len(prompt), len(prompt) + len(answer))]
+        rows = log_probabilities(stage, prompt + answer, edges)[len(prompt) - 1 :]
+        for row, top in zip(rows, case["top"], strict=True):
+            distances += [abs(float(row[int(id)]) - value) for id, value in top]
+            same += int(row.argmax()) == int(top[0][0])
+            steps += 1
+    return sum(distances) / len(distances), same / steps
+
+
+def peer_distance(exact: list[dict[str, list]], peer: list[dict[str, list]]) -> tuple[float, float]:
+    """The same for what another program said, over the tokens that both name."""
+    distances, same, steps = list[float](), 0, 0
+    for truth, said in zip(exact, peer, strict=True):
+        for top, other in zip(truth["top"], said["top"], strict=True):
+            values = {int(id): value for id, value in other}
+            distances += [abs(values[int(id)] - value) for id, value in top if int(id) in values]
+            same += int(top[0][0]) == int(other[0][0])
+            steps += 1
+    return sum(distances) / len(distances), same / steps
+
+
+def perplexity(path: Path, tokens: list[int], device: str) -> float:
+    stage = make_stage(path, device, len(tokens) // 64 + 2)
+    edges = [*range(512, len(tokens), 512), len(tokens)]
+    rows = log_probabilities(stage, tokens, edges)[:-1]
+    return math.exp(-float(rows.gather(1, torch.tensor(tokens[1:])[:, None]).mean()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--golden", type=Path, required=True)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--tokens", type=int, default=4096)
+    options = parser.parse_args()
+    exact, peer = (json.loads((options.golden / name).read_text()) for name in ("exact.json", "llamacpp.json"))
+    lines, good = list[str](), True
+    for name, cases in exact.items():
+        path = options.golden / name
+        if not path.exists():
+            lines.append(f"{name:34s} not here")
+            continue
+        ours, theirs = golden_distance(path, cases), peer_distance(cases, peer[name])
+        good &= ours[0] <= theirs[0]
+        lines.append(
+            f"{name:34s} distance {ours[0]:.4f}, same first {ours[1]:.2f}; llama.cpp {theirs[0]:.4f}, {theirs[1]:.2f}"
+        )
+        print(lines[-1], flush=True)
+    if options.model is not None:
+        tokens = open_model(options.model).tokenizer.encode(options.text.read_text())[: options.tokens]
+        gpu, cpu = perplexity(options.model, tokens, "cuda"), perplexity(options.model, tokens, "cpu")
+        good &= abs(gpu / cpu - 1) <= 0.005
+        lines.append(
+            f"perplexity over {len(tokens)} tokens: GPU {gpu:.4f}, float32 {cpu:.4f}, {100 * (gpu / cpu - 1):+.3f} %"
+        )
+    print("\n".join(["", *lines]))
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
