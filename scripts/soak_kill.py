@@ -1,11 +1,11 @@
 """Kill a serving process at random moments, under load, and see that no answer and no stored snapshot is ever wrong.
 
-    scripts/soak_kill.py MODEL [--kills 200] [--seed 0]
+    scripts/soak_kill.py MODEL [--kills 200] [--seed 0] [--patience 2]
 
 A reference server without a cache answers every prompt first. Then a server with a cache folder is loaded with
 growing conversations by several clients at once and killed (SIGKILL) at a random moment; it starts again on the same
 folder, and so on. Every answer that arrived whole must be the reference's, and after every kill `rekindle cache verify`
-must find every visible snapshot intact. Ends in one line of JSON.
+must find every visible snapshot intact. Every tenth kill is told on stderr; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Client(threading.Thread):
                     self.tally.restored_from_disk += reply.disk > 0
 
 
-def soak(model: Path, kills: int, seed: int, patience: float = 2.0) -> Tally:
+def soak(model: Path, kills: int, seed: int, patience: float) -> Tally:
     rng = random.Random(seed)
     tally = Tally()
     reference = OwnServer([str(model), *SERVE, "--cache-ram", "0"])
@@ -104,6 +104,8 @@ def soak(model: Path, kills: int, seed: int, patience: float = 2.0) -> Tally:
                 tally.add(client.tally)
             tally.kills += 1
             tally.unreadable += sum(finding.fault is not None for finding in verify_snapshots(Path(folder)))
+            if tally.kills % 10 == 0:
+                print(json.dumps(asdict(tally)), file=sys.stderr, flush=True)
     return tally
 
 
@@ -112,8 +114,9 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--patience", type=float, default=2.0, help="seconds after which a server is killed at last")
     options = parser.parse_args()
-    tally = soak(options.model, options.kills, options.seed)
+    tally = soak(options.model, options.kills, options.seed, options.patience)
     print(json.dumps(asdict(tally)))
     sys.exit(tally.wrong > 0 or tally.unreadable > 0)
 

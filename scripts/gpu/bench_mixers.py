@@ -63,18 +63,15 @@ def make_ragged(segments: Sequence[tuple[int, int, int]], spare: int = 0) -> Rag
     wide = max(-(-(before + length) // PAGE) for before, length in zip(befores, lengths, strict=True)) + spare
     sizes = torch.tensor(lengths)
     pages = torch.randperm(wide * len(segments), dtype=torch.int32).view(len(segments), wide)
+    positions = torch.cat([torch.arange(b, b + n) for b, n in zip(befores, lengths, strict=True)]).int().to(DEVICE)
     return Ragged(
         starts=torch.cat((torch.zeros(1), sizes.cumsum(0))).int().to(DEVICE),
         slots=torch.tensor(slots, dtype=torch.int32, device=DEVICE),
-        positions=torch.tensor(befores, dtype=torch.int32, device=DEVICE),
-        row_positions=torch.cat([torch.arange(b, b + n) for b, n in zip(befores, lengths, strict=True)])
-        .int()
-        .to(DEVICE),
+        row_positions=positions,
+        row_places=positions,
         row_segments=torch.arange(len(segments)).repeat_interleave(sizes).int().to(DEVICE),
         tables=pages.to(DEVICE),
         lengths=lengths,
-        befores=befores,
-        slot_list=slots,
     )
 
 
@@ -164,13 +161,17 @@ def check_delta(dtype: torch.dtype, spec: DeltaSpec) -> None:
     inputs, before = delta_inputs(9, spec, dtype), rand(9, spec.value_heads, 128, 128)
     states = before.clone()
     ragged = make_ragged([(3, 7, 9)])
-    _, rows = gated_delta.gated_delta_rows(*inputs, states, ragged, spec)
-    check(f"replay of all rows is exact {tag}", gated_delta.replay_rows(before[3], *rows, 9), states[3], 0.0)
+    kept = gated_delta.KeptRows.zeros(spec, 9, 12, torch.device(DEVICE))
+    gated_delta.gated_delta_rows(*inputs, states, ragged, spec, kept)
+    after, windows = states.clone(), torch.zeros_like(kept.windows)
+    gated_delta.replay_rows(kept, torch.tensor([3, 9], dtype=torch.int32, device=DEVICE), states, windows)
+    check(f"replay of all rows is exact {tag}", states, after, 0.0)
     single = before.clone()
     for t in range(4):
         part = [x[t : t + 1] for x in inputs[:3]]
         gated_delta.gated_delta(*part, *inputs[3:], single, make_ragged([(3, 7 + t, 1)]), spec)
-    check(f"replay of 4 rows is decode, exactly {tag}", gated_delta.replay_rows(before[3], *rows, 4), single[3], 0.0)
+    gated_delta.replay_rows(kept, torch.tensor([3, 4], dtype=torch.int32, device=DEVICE), states, windows)
+    check(f"replay of 4 rows is decode, exactly {tag}", states, single, 0.0)
 
 
 def check_step(dtype: torch.dtype, spec: DeltaSpec, tag: str) -> None:
@@ -355,21 +356,16 @@ def check_graph(spec: AttentionSpec, delta: DeltaSpec) -> None:
 
     graph, (attended, mixed_out) = capture(step)
     ragged.row_positions.copy_(torch.tensor([70, 3000]))
-    ragged.positions.copy_(ragged.row_positions)
     ragged.tables.copy_(ragged.tables.flip(1))
     ragged.slots.copy_(torch.tensor([3, 1]))
-    after = Ragged(
-        ragged.starts, ragged.slots, ragged.positions, ragged.row_positions, ragged.row_segments, ragged.tables,
-        (1, 1), (70, 3000), (3, 1),
-    )  # fmt: skip
     expected_windows, expected_states = windows.clone(), states.clone()
     graph.replay()
     torch.cuda.synchronize()
-    expected = naive_attention.sigmoid_gate(naive_attention.attend(q.float(), kv.float(), after, 1 / 16), gate.float())
+    expected = naive_attention.sigmoid_gate(naive_attention.attend(q.float(), kv.float(), ragged, 1 / 16), gate.float())
     check("replayed graph: attention", attended, expected, 6e-3)
-    mixed = naive_conv.conv_silu(inputs[0].float(), weight, expected_windows, after).bfloat16()
+    mixed = naive_conv.conv_silu(inputs[0].float(), weight, expected_windows, ragged).bfloat16()
     wide = (x.float() for x in (mixed, *inputs[1:]))
-    check("replayed graph: delta", mixed_out, naive_delta.gated_delta(*wide, expected_states, after, delta), 4e-3)
+    check("replayed graph: delta", mixed_out, naive_delta.gated_delta(*wide, expected_states, ragged, delta), 4e-3)
     check("replayed graph: states", states, expected_states, 1e-3)
     check("replayed graph: windows", windows, expected_windows, 0.0)
 

@@ -16,7 +16,6 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -24,15 +23,19 @@ import torch
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.speed import measure
 from rekindle.bench.synth import write_synthetic
+from rekindle.build.shards import StageOrder, load_stage
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.models import load_span
+from rekindle.pool import KvMode
 from rekindle.prefix import PrefixCache
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.types import Snapshot, Stretch
+from rekindle.spec import PAGE
 from rekindle.stages import LocalStage, Pipeline
 from rekindle.weights import open_weights
 
 LOG: list[str] = []
+POOL = 4096  # tokens of a bounded pool on the device
 
 
 def say(text: str) -> None:
@@ -64,7 +67,7 @@ class Told(dict[str, float]):
 
     def __setitem__(self, name: str, value: float) -> None:
         super().__setitem__(name, value)
-        print(f"  … {name} {value:.1f}", flush=True)
+        print(f"  … {name} {value:.2f}", flush=True)
 
 
 def seconds(call: Callable[[], object], repeats: int = 1) -> float:
@@ -80,13 +83,12 @@ class Bench:
     def __init__(self, path: Path, slots: int, pages: int, grid: int) -> None:
         started = time.perf_counter()
         self.file = open_weights(path)
-        model = load_span(self.file, self.file.spec.whole, torch.device("cuda"), torch.bfloat16)
-        self.stage = LocalStage(model, slots, pages, "bf16")
+        order = StageOrder("cuda:0", self.file.spec.whole, slots, pages, 0, "bf16", dtype="bfloat16")
+        self.stage = load_stage(self.file, order)
         torch.cuda.synchronize()
         self.load_s = time.perf_counter() - started
         settings = EngineSettings(context=pages * 64, grid=grid)
         self.engine = Engine(Pipeline([self.stage]), PrefixCache(0), settings).start()
-        self._built = SimpleNamespace(engine=self.engine, model=SimpleNamespace(spec=self.file.spec))
         self._rng = np.random.default_rng(0)
         began = time.perf_counter()
         self.run(16, 2)
@@ -94,8 +96,7 @@ class Bench:
 
     def run(self, prompt: int, answer: int, sequences: int = 1) -> tuple[float, float]:
         """Prefill and decode tok/s, all sequences together."""
-        speed = measure(self._built, self._rng, prompt, answer, sequences)  # type: ignore[arg-type]
-        return speed.prefill, speed.decode
+        return measure(self.engine, self.file.spec.vocab, self._rng, prompt, answer, sequences)
 
     def verify(self, rows: int) -> float:
         """Milliseconds of one forward of so many rows behind 512 tokens, and of going back."""
@@ -112,6 +113,34 @@ class Bench:
         both = seconds(step, 10)
         self.stage.close(0)
         return both * 1000
+
+    def one_row(self) -> float:
+        """Milliseconds of one plain decode step behind 512 tokens."""
+        tokens = tuple(self._rng.integers(0, 1000, 512).tolist())
+        self.stage.open(0)
+        self.stage.forward(Batch((Segment(0, 0, tokens),)), None)
+        positions = iter(range(512, 1000))
+
+        def step() -> None:
+            self.stage.forward(Batch((Segment(0, next(positions), (5,), Wanted.LAST),)), None)
+
+        step()
+        took = seconds(step, 50)
+        self.stage.close(0)
+        return took * 1000
+
+    def pooled(self, mode: KvMode, length: int, answer: int) -> float:
+        """Decode tok/s at `length` tokens, of which POOL lie on the device."""
+        stage = LocalStage(self.stage.model, 2, POOL // PAGE, "bf16", length // PAGE, mode)
+        settings = EngineSettings(context=length, grid=POOL // 2)
+        engine = Engine(Pipeline([stage]), PrefixCache(0), settings).start()
+        try:
+            for prompt, tokens in ((2 * POOL, 2 * PAGE), (length - answer - PAGE, answer)):  # the first one records
+                speed = measure(engine, self.file.spec.vocab, self._rng, prompt, tokens, 1)[1]
+        finally:
+            engine.stop()
+        say(f"  {mode}: {stage.paging()}")
+        return speed
 
     def snapshots(self, length: int, folder: Path) -> dict[str, float]:
         """Milliseconds to capture, to restore from RAM, to load from disk and restore, at `length` tokens."""
@@ -138,16 +167,20 @@ class Bench:
         shutil.rmtree(folder, ignore_errors=True)
         store = DiskStore(folder, "0123456789abcdef", 64 << 30)
         save_s = seconds(lambda: store.save(snapshot))
-        record = store.records()[0]
+        id = store.records()[0].id
+        store.close()
         disk, load = [], []
         for _ in range(3):
+            # A store that knows no living page, so every byte comes from the files, which the page cache holds.
+            store = DiskStore(folder, "0123456789abcdef", 64 << 30)
             began = time.perf_counter()
-            loaded = store.load(record.id)
+            loaded = store.load(id)
             load.append(time.perf_counter() - began)
             self.stage.restore(1, length, loaded.parts)
             torch.cuda.synchronize()
             disk.append(time.perf_counter() - began)
             self.stage.close(1)
+            store.close()
         shutil.rmtree(folder, ignore_errors=True)
         return {
             f"cold prefill {length} (ms)": cold * 1e3,
@@ -186,7 +219,7 @@ def main() -> None:
         if options.profile:
             profile(bench, out)
         for name, value in table.items():
-            say(f"{name:44s} {value:12.1f}")
+            say(f"{name:48s} {value:12.2f}")
         (out / f"model-{options.shape}.json").write_text(json.dumps({"log": LOG, "table": table}))
         bench.engine.stop()
 
@@ -204,10 +237,14 @@ def fill_table(bench: Bench, table: dict[str, float], moe: bool, options: argpar
         prefill, decode = bench.run(length - 128, 100)
         table[f"prefill {length} (tok/s)"] = prefill
         table[f"decode at {length} (tok/s)"] = decode
-    one = bench.verify(1)
-    table["verify 1 row (ms)"] = one
-    table["verify 16 rows (ms)"] = bench.verify(16)
+    one = table["one decode row (ms)"] = bench.one_row()
+    for rows in (1, 4, 8, 16):
+        table[f"verify {rows} rows and go back (ms)"] = bench.verify(rows)
+    table["verify 16 rows ÷ one decode row"] = table["verify 16 rows and go back (ms)"] / one
     if moe:
+        sparse = table[f"decode at 131072, sparse pool of {POOL} (tok/s)"] = bench.pooled("sparse", 131_072, 256)
+        table["sparse pool at 131072 ÷ one decode row"] = sparse * one / 1000
+        table[f"decode at 131072, exact pool of {POOL} (tok/s)"] = bench.pooled("exact", 131_072, 16)
         table |= bench.snapshots(32_768, options.disk)
 
 

@@ -95,6 +95,7 @@ class Config:
     shards: tuple[ShardSetting, ...] = ()  # that --devices may name behind an @
     link_key: Path | None = None  # this head's key pair, for links that leave the host
     ray: str | None = None  # address of a Ray cluster, whose nodes host all stages
+    replicas: int = 1  # whole models among which the devices are divided
     audit: int = 0  # one in so many restores is checked against a cold run; 0 checks none
 
     def __post_init__(self) -> None:
@@ -105,6 +106,7 @@ class Config:
             ("--context", self.context, 2),
             ("--threads", self.threads, 1),
             ("--audit", self.audit, 0),
+            ("--replicas", self.replicas, 1),
         ):
             if value is not None and value < least:
                 raise BadConfig(f"{name} is {value}; it must be at least {least}")

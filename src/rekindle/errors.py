@@ -10,6 +10,7 @@ RekindleError                  show its message to the user; the base of all
 ├── SnapshotMismatch           a snapshot and the stage that should take it disagree
 ├── BadSnapshotFile            a file of the disk tier is truncated, altered or foreign
 ├── StageLost                  a shard died or missed its deadline                             → 503
+├── CrewLost                   CPU threads for cold experts do not answer; needs a restart    → 503
 ├── LinkRefused                the two ends of a link do not agree, or a key is not allowed
 └── BadFrame                   a frame lies about its sizes or kinds
 """
@@ -59,6 +60,10 @@ class BadSnapshotFile(RekindleError):
 
 class StageLost(RekindleError):
     """A stage stopped answering inside its deadline."""
+
+
+class CrewLost(RekindleError):
+    """The CPU threads that compute cold experts do not answer. Nothing brings them back but a restart."""
 
 
 class LinkRefused(RekindleError):

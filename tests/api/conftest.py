@@ -185,6 +185,9 @@ class PaperStatus:
     audit_mismatches: int = 1
     broken: str | None = None
     cache: PaperCache = field(default_factory=PaperCache)
+    work: dict[str, int] = field(
+        default_factory=lambda: {"step:recorded": 70, "experts:ring and cpu": 40, "pages:out": 5, "swaps:": 2}
+    )
 
 
 def row(token: int, top: int) -> TokenLogprob:

@@ -97,6 +97,10 @@ def test_metrics_count_what_happened(fresh_house):
         "rekindle_queue_length 2.0",
         'rekindle_pages{state="used"} 3.0',
         'rekindle_engine_tokens_total{how="restored"} 2000.0',
+        'rekindle_steps_total{how="recorded"} 70.0',
+        'rekindle_expert_layers_total{way="ring and cpu"} 40.0',
+        'rekindle_page_moves_total{how="out"} 5.0',
+        "rekindle_expert_swaps_total 2.0",
     } <= page
 
 

@@ -10,6 +10,9 @@ import httpx
 import openai
 import pytest
 
+from rekindle.api.errors import fault_of
+from rekindle.errors import CrewLost
+
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 TEXT = {"prompt": "x"}
 
@@ -222,3 +225,9 @@ def test_one_refused_answer_calls_the_others_back(house):
     error_of(httpx.post(house.url + "/v1/completions", json={"prompt": ["[silent]", "[silent]", "[full]"]}), 429)
     submitted = {request.id for request in house.engine.requests[before:]}
     assert {house.engine.cancelled.get(timeout=5) for _ in range(2)} == submitted
+
+
+def test_a_lost_crew_is_told_to_the_client_in_its_own_words() -> None:
+    fault = fault_of(CrewLost("the threads did not answer; restart the server"))
+    assert (fault.status, fault.code) == (503, "crew_lost")
+    assert fault.message == "the threads did not answer; restart the server"

@@ -8,18 +8,27 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rekindle.build import Built, build_engine
+from rekindle.build import Built, StageOrder, build_engine
+from rekindle.build.shards import Shards, load_stage
 from rekindle.config import Config, parse_shards
+from rekindle.engine.engine import Engine, EngineSettings
+from rekindle.engine.router import Router
 from rekindle.engine.types import CacheReport, Event, Failed, Finished, Request, Sampling, Token
 from rekindle.errors import BadConfig, LinkRefused, StageLost
+from rekindle.prefix import PrefixCache
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
 from rekindle.shards import keygen, start_shard
+from rekindle.snapshots.disk import DiskStore
+from rekindle.spec import Span
+from rekindle.stages import Pipeline
+from rekindle.weights import open_weights
 
 ONE, TWO, THREE = ("cpu",), ("cpu", "cpu@a"), ("cpu@a", "cpu", "cpu@b")
 FILES = {"dense": "tiny-qwen35-Q4_K_M.gguf", "moe": "tiny-qwen35moe-Q4_K_M.gguf"}
@@ -40,12 +49,13 @@ def build(model: Path, devices: tuple[str, ...], cache_dir: Path | None = None, 
 class Answer:
     """One request under way."""
 
-    def __init__(self, built: Built, tokens: list[int], boundary: int) -> None:
+    def __init__(self, built: Built | ByHand, tokens: list[int], boundary: int) -> None:
         self._events: list[Event] = []
         self._done = threading.Event()
         prompt = Prompt(tuple(tokens), (Boundary(boundary, BoundaryKind.SYSTEM),))
         sampling = Sampling(temperature=0, logprobs=5)
-        built.engine.submit(Request(str(id(self)), prompt, sampling, 6, frozenset(), sink=self._take))
+        door = built.door if isinstance(built, Built) else built.engine
+        door.submit(Request(str(id(self)), prompt, sampling, 6, frozenset(), sink=self._take))
 
     def _take(self, event: Event) -> None:
         self._events.append(event)
@@ -78,14 +88,14 @@ def talk(seed: int, length: int = 150) -> list[int]:
     return np.random.default_rng(seed).integers(0, 2000, length + GROWTH).tolist()
 
 
-def ask(built: Built, seed: int, grown: bool = False) -> Answer:
+def ask(built: Built | ByHand, seed: int, grown: bool = False) -> Answer:
     """The beginning of a conversation, or one turn more of it. Waits for the answer."""
     answer = Answer(built, talk(seed) if grown else talk(seed)[:-GROWTH], boundary=150)
     assert answer.cache is not None
     return answer
 
 
-def ask_together(built: Built, seeds: list[int]) -> list[Answer]:
+def ask_together(built: Built | ByHand, seeds: list[int]) -> list[Answer]:
     answers = [Answer(built, talk(seed), boundary=150) for seed in seeds]
     assert all(answer.cache for answer in answers)
     return answers
@@ -95,7 +105,7 @@ def same_bits(a: Answer, b: Answer) -> bool:
     return a.tokens == b.tokens and np.array_equal(a.logits, b.logits)
 
 
-def leaks_nothing(built: Built) -> bool:
+def leaks_nothing(built: Built | ByHand) -> bool:
     return all(stage.pages().used == 0 for stage in built.engine.pipeline.stages)
 
 
@@ -147,17 +157,90 @@ def test_every_split_gives_the_bits_of_one_stage_cold_from_ram_and_from_anothers
         built.stop()
 
 
-def test_a_split_answers_many_at_once_like_one_stage_answers_each_alone(kind: tuple[Path, Truth]) -> None:
-    model, truth = kind
-    built = build(model, THREE)
-    for answer, seed in zip(ask_together(built, [10, 11, 12, 13]), [10, 11, 12, 13], strict=True):
+SEEDS = [10, 11, 12, 13]
+
+
+def check_together(built: Built | ByHand, truth: Truth) -> list[CacheReport]:
+    """Many at once get the tokens of each alone, and logits that differ by the rounding of a batch."""
+    answers = ask_together(built, SEEDS)
+    for answer, seed in zip(answers, SEEDS, strict=True):
         alone = truth.of(seed, grown=True)
         assert answer.tokens == alone.tokens
-        assert np.allclose(answer.logits, alone.logits, atol=1e-3)  # a batch rounds differently
-    for answer, seed in zip(ask_together(built, [10, 11, 12, 13]), [10, 11, 12, 13], strict=True):
-        assert answer.cache.restored_ram > 0
-        assert answer.tokens == truth.of(seed, grown=True).tokens
+        assert np.allclose(answer.logits, alone.logits, atol=1e-3)
     assert leaks_nothing(built)
+    return [answer.cache for answer in answers]
+
+
+def test_a_split_answers_many_at_once_like_one_stage_answers_each_alone(
+    kind: tuple[Path, Truth], tmp_path: Path
+) -> None:
+    """Cold and from RAM in two stages, from its disk in three with two shards, from RAM and from the disk in one."""
+    model, truth = kind
+    for devices in (TWO, THREE, ONE):
+        built = build(model, devices, tmp_path)
+        caches = check_together(built, truth)
+        assert all((cache.restored > 0) == (devices != TWO) for cache in caches)
+        assert all(cache.restored_disk > 0 for cache in caches if devices != TWO)
+        assert all(cache.restored_ram > 0 for cache in check_together(built, truth))
+        built.stop()
+
+
+class ByHand:
+    """Two stages here and one in a shard between them, which no list of devices of one CPU can name."""
+
+    def __init__(self, model: Path, cache_dir: Path) -> None:
+        file = open_weights(model)
+        orders = [StageOrder("cpu", Span(a, b), 4, 64) for a, b in ((0, 3), (3, 6), (6, 8))]
+        self._shards = Shards(
+            Config(model=model, threads=1, shards=parse_shards([f"m={shard_command(model)}"], [], []))
+        )
+        self._shards.start(["cpu@m"], [orders[1]])
+        middle = self._shards.connect("cpu@m", orders[1], file.fingerprint())
+        stages = [load_stage(file, orders[0]), middle, load_stage(file, orders[2])]
+        prefixes = PrefixCache(1 << 28, DiskStore(cache_dir, "f" * 16, 1 << 30))
+        self.engine = Engine(Pipeline(stages), prefixes, EngineSettings(context=1024, grid=64)).start()
+
+    def stop(self) -> None:
+        self.engine.stop()
+        self._shards.stop()
+
+
+def test_three_stages_of_which_one_is_remote_give_the_bits_of_one_stage(
+    kind: tuple[Path, Truth], tmp_path: Path
+) -> None:
+    model, truth = kind
+    built = ByHand(model, tmp_path)
+    assert same_bits(ask(built, 30), truth.of(30))
+    from_ram = ask(built, 30)
+    assert from_ram.cache.restored_ram == 150
+    assert same_bits(from_ram, truth.of(30))
+    check_together(built, truth)
+    built.stop()
+    built = ByHand(model, tmp_path)
+    from_disk = ask(built, 30, grown=True)
+    assert from_disk.cache.restored_disk >= 150
+    assert same_bits(from_disk, truth.of(30, grown=True))
+    assert all(cache.restored_disk > 0 for cache in check_together(built, truth))
+    built.stop()
+
+
+def test_two_replicas_behind_one_door_share_what_they_have_computed(golden: Path) -> None:
+    model = golden / FILES["dense"]
+    built = build(model, TWO, replicas=2)
+    assert isinstance(built.door, Router)
+    here, there = built.door.replicas
+    assert [len(engine.pipeline.stages) for engine in (here, there)] == [1, 1]
+    # The same conversation on one after the other: what one has computed, the other restores.
+    for engine, restored in ((here, 0), (there, 150)):
+        answer = Answer(replace(built, engine=engine, router=None), talk(40)[:150], boundary=100)
+        assert answer.cache.restored_ram == restored
+    # Two prompts that nobody knows, at once: each replica runs one.
+    before = [engine.status().computed_tokens for engine in (here, there)]
+    both = [Answer(built, talk(seed), boundary=150) for seed in (41, 42)]
+    assert all(answer.cache.restored == 0 for answer in both)
+    after = [engine.status().computed_tokens for engine in (here, there)]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [190, 190]
+    assert built.door.status().slots == 8
     built.stop()
 
 
@@ -230,6 +313,7 @@ def dense(golden: Path) -> Path:
         (("cpu", "cpu"), "auto", "names cpu more than once"),
         (("cpu", "cpu@b"), "auto", "lies in the shard 'b', --shard gives a"),
         (("cpu",), "auto", "--shard gives a, --devices puts nothing there"),
+        (("cpu", "cpu@a"), "8,0", "0 among 8,0"),
         (("cpu", "cpu@a"), "1.0,-1.0", "-1.0 among 1.0,-1.0 must be a finite number above 0"),
         (("cpu", "cpu@a"), "1.0", "names 1 devices, the machine has 2"),
         (("cpu", *(f"cuda:{i}@a" for i in range(8))), "auto", "9 devices cannot share 8 layers"),
@@ -253,6 +337,11 @@ def test_devices_that_cannot_be_are_refused_before_anything_is_started(
 def test_a_shard_that_cannot_be_started_is_named(dense: Path, shard: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         build(dense, TWO, shards=parse_shards([shard], [], []))
+
+
+def test_more_replicas_than_devices_are_refused(dense: Path) -> None:
+    with pytest.raises(BadConfig, match="--replicas is 3, each needs a device of its own and there is only cpu, cpu@a"):
+        build(dense, TWO, replicas=3)
 
 
 def test_a_shard_of_another_model_is_refused_with_both_sides_named(dense: Path, golden: Path) -> None:

@@ -127,6 +127,7 @@ def test_a_snapshot_that_the_stages_refuse_is_a_miss_and_is_set_aside(make_tiny:
     assert isinstance(finished, Finished)
     assert finished.cache.restored == 0
     assert engine.prefixes.stats().set_aside > 0
+    assert engine.prefixes.stats().hits == {}, "what was refused is no hit"
     engine.stop()
 
 

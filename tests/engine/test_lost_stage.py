@@ -114,3 +114,67 @@ def test_a_stage_that_stays_away_fails_every_request_with_its_name(make_tiny: An
     back._returns = True
     assert len(Answer(engine, PROMPTS[0]).wait()) == 20, "it serves again once the stage is back"
     engine.stop()
+
+
+@pytest.mark.parametrize("call", ["forward", "open"])
+def test_a_refuge_that_breaks_fails_the_requests_and_not_the_engine(make_tiny: Any, call: str) -> None:
+    tiny = make_tiny("dense")
+    back = Mortal(tiny.stage(Span(5, 8), slots=3), {call: 0}, returns=False)
+
+    def break_down(span: Span, why: Exception) -> LocalStage:
+        raise MemoryError("the device is full")
+
+    pipeline = Pipeline([tiny.stage(Span(0, 5), slots=3), back], break_down)
+    engine = Engine(pipeline, PrefixCache(1 << 28), EngineSettings(context=1024, grid=64)).start()
+    for _ in range(2):
+        answer = Answer(engine, PROMPTS[0])
+        answer.wait()
+        failed = answer.events[-1]
+        assert isinstance(failed, Failed)
+        assert isinstance(failed.error, StageLost)
+        assert "the device is full" in str(failed.error)
+    engine.stop()
+
+
+def test_a_sequence_between_slot_and_line_is_answered_when_its_slot_cannot_be_closed(make_tiny: Any) -> None:
+    tiny = make_tiny("dense")
+    front, back = tiny.stage(Span(0, 5), slots=3), Mortal(tiny.stage(Span(5, 8), slots=3), {"forward": 1})
+    pipeline = Pipeline([front, back])
+    engine = Engine(pipeline, PrefixCache(1 << 28), EngineSettings(context=1024, grid=64)).start()
+    close, recover = pipeline.close, back.recover
+
+    def fail_once(slot: int) -> None:
+        pipeline.close = close  # type: ignore[method-assign]
+        raise RuntimeError("the device does not answer")
+
+    def recover_and_fail() -> None:
+        recover()
+        pipeline.close = fail_once  # type: ignore[method-assign]
+
+    back.recover = recover_and_fail  # type: ignore[method-assign]
+    answer = Answer(engine, PROMPTS[0])
+    answer.wait()
+    assert isinstance(answer.events[-1], Failed)
+    engine.stop()
+
+
+def test_a_loss_that_no_stage_owns_up_to_fails_the_requests_instead_of_starting_over(make_tiny: Any) -> None:
+    tiny = make_tiny("dense")
+    stage = tiny.stage(slots=3)
+    forwards = 0
+
+    def forward(*arguments: Any) -> Any:
+        nonlocal forwards
+        forwards += 1
+        raise StageLost("the CPU threads did not answer")
+
+    stage.forward = forward
+    engine = Engine(Pipeline([stage]), PrefixCache(1 << 28), EngineSettings(context=1024, grid=64)).start()
+    answer = Answer(engine, PROMPTS[0])
+    answer.wait()
+    failed = answer.events[-1]
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, StageLost)
+    assert "the CPU threads did not answer" in str(failed.error)
+    engine.stop()
+    assert forwards == 1

@@ -16,12 +16,14 @@ from rekindle.experts.packed import PackedWeights
 from rekindle.experts.probe import measure_costs
 from rekindle.experts.residency import Residency
 from rekindle.experts.stored import StoredExperts, StoredPart
-from rekindle.kernels.matmul.packing import FORMATS, pack
+from rekindle.kernels.matmul.packing import FORMATS, pack, packed_bytes
 from rekindle.kernels.matmul.types import Matrix
 from rekindle.kernels.moe import ExpertStack, SharedExpert, moe, route
+from rekindle.placement import LayerSizes, reserve
 
 CPU = torch.device("cpu")
 EXPERTS, HIDDEN, WIDTH, USED = 7, 256, 32, 2  # small: the interpreter takes milliseconds for every program
+STAGED = packed.STAGED
 BRING = CostModel.same_memory()
 ON_HOST = CostModel(link=1e-9, host_call=0, host_expert=0, host_pair=0, device_pair=0)
 
@@ -143,11 +145,26 @@ def check_planes(layer: Layer, experts: ExpertSet) -> None:
     places, table = weights.places.tolist(), experts.residency.table.tolist()
     assert [expert for expert, place in enumerate(places) if place < 0] == sorted(experts.residency.hot)
     assert sorted(place for place in places if place >= 0) == list(range(EXPERTS - len(experts.residency.hot)))
-    for want, here, there in zip(layer.stacks, weights.stacks, weights._host_stacks, strict=True):
+    for want, here, there in zip(layer.stacks, weights.stacks, weights.host_stacks, strict=True):
         for mine, slots, hosted in zip(*map(packed._by_expert, (want, here, there)), strict=True):
             for expert in range(EXPERTS):
                 assert table[expert] < 0 or torch.equal(slots[table[expert]], mine[expert])
                 assert places[expert] < 0 or torch.equal(hosted[places[expert]], mine[expert])
+
+
+def test_planes_and_staging_take_the_bytes_that_the_plan_counts(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reserve, "STAGED_EXPERTS", packed.STAGED)
+    weights = layer.cold([0, 1], 2).weights
+    assert isinstance(weights, PackedWeights)
+    counted = [packed_bytes(part.type, part.shape[1] * part.shape[2]) for part in layer.stored.parts]
+    expert = sum(size for size in counted if size is not None)
+    assert weights.expert_bytes == expert
+    staging = sum(stack.nbytes for half in weights.staging.halves for stack in half)
+    assert staging == reserve.staging_bytes({0: LayerSizes(0, expert=expert, experts=EXPERTS)})
+
+
+def test_the_plan_and_the_layers_agree_on_the_size_of_the_staging_area() -> None:
+    assert STAGED == reserve.STAGED_EXPERTS
 
 
 def test_costs_are_measured_without_touching_a_slot(layer: Layer) -> None:

@@ -24,16 +24,15 @@ def make_ragged(segments: Sequence[tuple[int, int, int]], tables: Sequence[Seque
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = torch.tensor(list(table))
     sizes = torch.tensor(lengths)
+    row_positions = torch.cat([torch.arange(b, b + n) for b, n in zip(befores, lengths, strict=True)]).int()
     return Ragged(
         starts=torch.cat((torch.zeros(1), sizes.cumsum(0))).int(),
         slots=torch.tensor(slots, dtype=torch.int32),
-        positions=torch.tensor(befores, dtype=torch.int32),
-        row_positions=torch.cat([torch.arange(b, b + n) for b, n in zip(befores, lengths, strict=True)]).int(),
+        row_positions=row_positions,
+        row_places=row_positions,
         row_segments=torch.arange(len(segments)).repeat_interleave(sizes).int(),
         tables=padded,
         lengths=lengths,
-        befores=befores,
-        slot_list=slots,
     )
 
 

@@ -91,6 +91,7 @@ def wishes_for(draw: st.DrawFn, spec: ModelSpec, context: int | None = None, poo
         rewind_rows=draw(st.sampled_from([0, 16])),
         compute_bytes=draw(st.sampled_from([2, 4])),
         chunk=draw(st.sampled_from([64, 512])),
+        cache_ram=draw(st.sampled_from([0, 100 * MIB, 1 << 40])),
     )
 
 

@@ -29,6 +29,7 @@ from rekindle.placement.reserve import rewind_bytes, state_bytes, window_bytes
 from rekindle.placement.shapes import known_tensors
 from rekindle.placement.show import BAR, bar
 from rekindle.placement.table import cold_expert_table
+from rekindle.spec import PAGE
 
 from .paper import GIB, KIB, MIB, cpu, dense, gpu, moe, one_gpu
 
@@ -101,7 +102,7 @@ def test_state_is_reserved_per_slot() -> None:
     assert stage.bytes_of("conv windows") == 4 * 2.8125 * MIB
     assert stage.bytes_of("rewind bases") == 4 * 62.8125 * MIB
     assert stage.bytes_of("padding slot and page") == 62.8125 * MIB + 64 * 20 * KIB
-    assert stage.bytes_of("snapshots in flight") == 2 * (62.8125 * MIB + 64 * 20 * KIB)
+    assert stage.bytes_of("captures in flight") == 2 * (62.8125 * MIB + 64 * 20 * KIB) + 64 * 64 * 20 * KIB
 
 
 def test_a_stage_of_deltanet_layers_has_no_kv_and_no_pool_to_fill() -> None:
@@ -250,11 +251,83 @@ def test_little_ram_limits_what_all_sequences_hold_together() -> None:
 def test_ram_is_used_to_the_last_page() -> None:
     spec, sizes = dense()
     wishes = Wishes(8192, sequences=4, pool=4096)
-    enough = Placer(one_gpu(400 * MIB), spec, sizes, wishes).place()
+    enough = Placer(one_gpu(410 * MIB), spec, sizes, wishes).place()
     page = enough.stage(0).page_bytes
     for short in range(0, 200 * page, 5 * page // 2):  # RAM that is so many bytes short of full KV
-        plan = Placer(one_gpu(400 * MIB, ram=enough.host_total - short), spec, sizes, wishes).place()
-        assert plan.live_pages == wishes.full_pages - -(-short // page)
+        plan = Placer(one_gpu(410 * MIB, ram=enough.host_total - short), spec, sizes, wishes).place()
+        short -= _stock(enough) - _stock(plan)  # less RAM has less of it pinned
+        assert plan.live_pages == wishes.full_pages - max(0, -(-short // page))
+
+
+def _stock(plan: Plan) -> int:
+    return sum(item.bytes for item in plan.host_items if item.name == "pinned stock")
+
+
+def test_the_pinned_stock_is_a_small_part_of_the_ram_and_shared_by_the_gpus() -> None:
+    spec, sizes = moe()
+    for ram, devices, slabs in (
+        (64 * GIB, (gpu(GIB),), [32]),
+        (16 * GIB, (gpu(GIB),), [16]),
+        (16 * GIB, (gpu(GIB, "a"), gpu(GIB, "b")), [8, 8]),
+        (16 * GIB, (cpu(GIB), gpu(GIB)), [0, 16]),
+        (16 * GIB, (cpu(GIB),), [0]),
+    ):
+        plan = make_plan(Machine(devices, ram), spec, sizes, Wishes(4096))
+        assert [stage.slabs for stage in plan.stages] == slabs
+        assert _stock(plan) == sum(slabs) * 16 * MIB
+        assert _stock(plan) <= ram // 64
+
+
+def test_the_pinned_stock_gives_way_before_a_plan_is_refused() -> None:
+    spec, sizes = dense()
+    wishes = Wishes(8192, pool=4096)
+    enough = make_plan(one_gpu(410 * MIB, ram=64 * GIB), spec, sizes, wishes)
+    plan = make_plan(one_gpu(410 * MIB, ram=enough.host_total - _stock(enough)), spec, sizes, wishes)
+    assert (_stock(plan), plan.stage(0).slabs, plan.host_left) == (0, 0, 0)
+
+
+def test_the_embedding_lies_where_it_is_loaded() -> None:
+    spec, sizes = dense()
+    on_gpu = make_plan(one_gpu(600 * MIB), spec, sizes, Wishes(4096))
+    assert on_gpu.stage(0).bytes_of("embedding") == sizes.embedding
+    assert all(item.name != "embedding rows (mapped)" for item in on_gpu.host_items)
+    both = make_plan(Machine((cpu(GIB), gpu(GIB)), 8 * GIB), spec, sizes, Wishes(4096))
+    assert [stage.bytes_of("embedding") for stage in both.stages] == [0, 0]
+    assert any(item.name == "embedding rows (mapped)" for item in both.host_items)
+
+
+def test_the_staging_area_is_there_for_every_kind_of_cold_expert_and_gone_when_all_are_hot() -> None:
+    spec, sizes = moe()
+    kinds = tuple(replace(layer, expert=3 * MIB if i % 2 else 2 * MIB) for i, layer in enumerate(sizes.layers))
+    sizes = replace(sizes, layers=kinds)
+    short = make_plan(one_gpu(650 * MIB), spec, sizes, Wishes(4096))
+    assert short.cold
+    assert short.stage(0).bytes_of("expert staging") == 2 * 16 * (2 + 3) * MIB
+    enough = make_plan(one_gpu(GIB), spec, sizes, Wishes(4096))
+    assert (enough.cold, enough.stage(0).bytes_of("expert staging")) == (0, 0)
+
+
+def test_sparse_mode_pays_for_page_keys_and_never_holds_more_pages_than_have_them() -> None:
+    spec, sizes = dense()
+    wishes = Wishes(1 << 20, sequences=4, kv_mode="sparse")
+    plan = make_plan(one_gpu(GIB), spec, sizes, wishes)
+    pages = (1 << 20) // 64
+    assert plan.stage(0).bytes_of("page keys") == 3 * pages * 2 * 4 * 64 * 2  # attention layers, heads, dim, float16
+    assert plan.live_pages == pages
+    assert make_plan(one_gpu(GIB), spec, sizes, replace(wishes, kv_policy="lru")).stage(0).bytes_of("page keys") == 0
+
+
+def test_snapshots_get_what_was_asked_for_or_what_there_is_and_the_plan_says_so() -> None:
+    spec, sizes = dense()
+    wishes = Wishes(8192, sequences=4, pool=4096, cache_ram=GIB)
+    plan = make_plan(one_gpu(410 * MIB, ram=8 * GIB), spec, sizes, wishes)
+    assert plan.snapshot_ram == GIB
+    assert not any("snapshots get" in reason for reason in plan.reasons)
+    small = make_plan(one_gpu(410 * MIB, ram=200 * MIB), spec, sizes, wishes)
+    assert 0 < small.snapshot_ram < 100 * MIB
+    assert small.host_left == 0
+    assert any("snapshots get" in reason and "1.00 GiB asked for" in reason for reason in small.reasons)
+    assert small.live_pages * PAGE == 8192  # one sequence may still reach the limit
 
 
 def test_unified_memory_counts_against_ram() -> None:

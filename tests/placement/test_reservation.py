@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rekindle.placement import Plan, Wishes, make_plan
+import pytest
+
+from rekindle.placement import Plan, Wishes, make_plan, reserve
 from rekindle.placement.place import POOL_TARGET, Placer
 from rekindle.spec import PAGE
 
@@ -14,6 +16,12 @@ from .paper import GIB, MIB, moe, one_gpu
 SPEC, SIZES = moe()
 WISHES = Wishes(context=131_072, ring_share=0)
 KV = 2 * 1024
+
+
+@pytest.fixture(autouse=True)
+def _no_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only pages and experts share the room here."""
+    monkeypatch.setattr(reserve, "STAGED_EXPERTS", 0)
 
 
 def plan_with(room: int, wishes: Wishes = WISHES) -> Plan:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rekindle.batch import Segment
@@ -28,20 +30,21 @@ class HandLayer:
         """q [rows, HEADS, DIM], k and v [rows, KV_HEADS, DIM], the same in all layers; the last layer's output."""
         position, rows = self.table.position, len(q)
         self.reader.prepare([Segment(0, position, (0,) * rows)], [self.table], rewindable=False)
+        (seat,) = self.reader.seats()
+        positions = torch.arange(position, position + rows)
         ragged = Ragged(
             starts=torch.tensor([0, rows]),
             slots=torch.tensor([0]),
-            positions=torch.tensor([position]),
-            row_positions=torch.arange(position, position + rows),
+            row_positions=positions,
+            row_places=positions - seat.skipped * PAGE,
             row_segments=torch.zeros(rows, dtype=torch.int32),
-            tables=torch.tensor([self.table.places(self.pool.scratch_page)]),
+            tables=torch.from_numpy(seat.places)[None],
             lengths=(rows,),
-            befores=(position,),
-            slot_list=(0,),
+            noted=None if seat.noted is None else torch.tensor([[seat.noted], [seat.table]]),
         )
         for layer in range(LAYERS):
             store_kv(self.pool.kv[layer], k, v, ragged)
-            out = self.reader.attend(layer, q, ragged, DIM**-0.5)
+            out = self.reader.attend(layer, q, ragged, DIM**-0.5).view(q.shape)
         self.table.position += rows
         self.reader.advance()
         return out
@@ -125,3 +128,34 @@ def test_pages_beyond_pool_and_host_are_refused_with_both_numbers() -> None:
         pool.extend(table, 8 * PAGE)
     assert pool.free == 7
     pool.check()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_remembered_places_are_those_of_a_fresh_look(data: st.DataObject) -> None:
+    pool = PagePool(9, LAYERS, KV_HEADS, DIM, torch.float32, CPU, host_pages=30)
+    reader = PoolReader(pool, "sparse", "lru")
+    tables = [pool.new_table() for _ in range(3)]
+    for _ in range(data.draw(st.integers(1, 25))):
+        table = data.draw(st.sampled_from(tables))
+        act = data.draw(st.sampled_from(["run", "run", "run", "cut", "clear", "share"]))
+        if act == "run":
+            rows = data.draw(st.integers(1, 150))
+            if table.missing(table.position + rows) <= pool.free:
+                reader.prepare([Segment(0, table.position, (0,) * rows)], [table], rewindable=False)
+                table.position += rows
+                reader.advance()
+        elif act == "cut" and table.position and pool.free:
+            pool.truncate(table, data.draw(st.integers(0, table.position)))
+        elif act == "share" and table.position and len(table.pages) <= pool.free:
+            other = tables[(table.number + 1) % 3]
+            copies = pool.export(table.pages[: table.sealed])
+            pool.clear(other)
+            other.pages.extend(pool.adopt(copy) for copy in copies)
+            other.position = len(other.pages) * PAGE
+            reader.take_up(other, None)
+        elif act == "clear":
+            pool.clear(table)
+        for each in tables:
+            fresh = [each.pages[i].place for i in each.attended()]
+            assert pool.places_of(each).tolist() == [pool.scratch_page if place is None else place for place in fresh]

@@ -112,6 +112,21 @@ def test_a_hit_as_long_as_the_prompt_needs_logits(model: PaperModel) -> None:
     assert cache.lookup(run(100)).miss is None
 
 
+def test_what_was_looked_up_counts_when_it_is_taken(model: PaperModel) -> None:
+    cache = PrefixCache(PLENTY)
+    cache.publish(model.snapshot(run(50)), MESSAGE)
+    hit, miss = cache.lookup(run(60)), cache.lookup([7, 8])
+    assert hit.hit is not None
+    hit.hit.release()
+    stats = cache.stats()
+    assert (stats.lookups, stats.hits, stats.restored, stats.misses, stats.short_hits) == (2, {}, {}, {}, {})
+    hit.taken()
+    miss.taken()
+    stats = cache.stats()
+    assert (stats.hits, stats.restored) == ({"ram": 1}, {"ram": 50})
+    assert stats.misses == stats.short_hits == {"unseen": 1}
+
+
 def test_publish_refuses_a_key_that_is_not_as_long_as_its_state(model: PaperModel) -> None:
     snapshot = model.snapshot(run(100))
     with pytest.raises(Exception, match="100"):
@@ -128,14 +143,17 @@ def test_a_restart_forgets_nothing(model: PaperModel, disk: DiskStore) -> None:
     cache.close()
     fresh = again(disk)
     for n in (200, 100, 50):
-        hit = fresh.lookup(run(n)).hit
+        found = fresh.lookup(run(n))
+        hit = found.hit
         assert hit is not None
         assert (hit.position, hit.tier) == (n, Tier.DISK)
         assert same(hit.snapshot, model.snapshot(run(n)))
+        found.taken()
         hit.release()
-    second = fresh.lookup(run(200)).hit
-    assert second is not None
-    assert second.tier is Tier.RAM
+    second = fresh.lookup(run(200))
+    assert second.hit is not None
+    assert second.hit.tier is Tier.RAM
+    second.taken()
     stats = fresh.stats()
     assert stats.hits == {"disk": 3, "ram": 1}
     assert stats.restored == {"disk": 350, "ram": 200}
@@ -354,3 +372,49 @@ def test_many_threads_publish_and_look_up(model: PaperModel, disk: DiskStore) ->
     assert not faults
     cache.close()
     assert all(entry.pins == 0 for entry in cache.entries())
+
+
+def test_a_lookup_in_ram_reads_no_file_and_counts_nothing_it_leaves_to_others(
+    model: PaperModel, disk: DiskStore
+) -> None:
+    first = PrefixCache(PLENTY, disk)
+    first.publish(model.snapshot(run(100)), MESSAGE)
+    first.close()
+    cache = again(disk)
+    assert cache.lookup_in_ram(run(120)) is None
+    stats = cache.stats()
+    assert (stats.lookups, stats.hits, stats.misses) == (0, {}, {})
+    assert all(entry.pins == 0 for entry in cache.entries())
+    found = cache.lookup(run(120))
+    assert found.hit is not None and found.hit.tier is Tier.DISK
+    found.hit.release()
+    found_again = cache.lookup_in_ram(run(120))
+    assert found_again is not None and found_again.hit is not None
+    assert (found_again.hit.tier, found_again.hit.position) == (Tier.RAM, 100)
+    found_again.hit.release()
+    unseen = cache.lookup_in_ram(run(50, start=7000))
+    assert unseen is not None and unseen.hit is None
+    cache.close()
+
+
+def test_a_start_says_what_it_found_and_a_stop_what_it_saved(
+    model: PaperModel, disk: DiskStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "rekindle.prefix"):
+        cache = PrefixCache(PLENTY, disk)
+        cache.publish(model.snapshot(run(100)), MESSAGE)
+        cache.close()
+        again(disk).close()
+    said = [record.getMessage() for record in caplog.records if record.name == "rekindle.prefix"]
+    assert [line.split(" (")[0] for line in said] == [
+        "snapshots found: 0",
+        "snapshots saved: 1",
+        "snapshots found: 1",
+        "snapshots saved: 1",
+    ]
+    assert all(line.endswith(str(disk.folder)) for line in said)
+
+
+def test_a_cache_that_can_keep_nothing_wants_no_snapshot() -> None:
+    assert not PrefixCache(0).wants(list(range(64)), BoundaryKind.PROMPT)
+    assert PrefixCache(1 << 20).wants(list(range(64)), BoundaryKind.PROMPT)

@@ -52,8 +52,8 @@ def test_a_tensor_that_is_not_contiguous_or_carries_a_gradient_arrives_too() -> 
     )
 
 
-def test_exported_parts_are_views_of_the_tensor_and_imported_tensors_views_of_the_message() -> None:
-    tensor = torch.zeros(8)
+def test_long_exported_parts_are_views_of_the_tensor_and_imported_tensors_views_of_the_message() -> None:
+    tensor = torch.zeros(frames.SHORT)
     _, part = export_frame(Frame(1, frames.Output(frames.PagesEntry(1, 0, 1)), {"x": tensor}), LIMITS)
     tensor[0] = 5.0
     assert bytes(part) == bytes(tensor.numpy().data)
@@ -63,12 +63,13 @@ def test_exported_parts_are_views_of_the_tensor_and_imported_tensors_views_of_th
     assert arrived[0] == 7.0
 
 
+@pytest.mark.parametrize("length", [1000, frames.SHORT])
 @pytest.mark.parametrize(
     "body",
     [frames.Output(frames.PagesEntry(1, 0, 1)), frames.Forward((frames.SegmentEntry(0, 0, (1,), Wanted.NONE),), False)],
 )
-def test_what_is_computed_on_lies_where_torch_would_put_it(body: frames.AnyBody) -> None:
-    message = sent(Frame(1, body, {"x": torch.zeros(1000)}))
+def test_what_is_computed_on_lies_where_torch_would_put_it(body: frames.AnyBody, length: int) -> None:
+    message = sent(Frame(1, body, {"x": torch.zeros(length)}))
     arrived = import_frame(message, LIMITS).tensors["x"]
     assert arrived.data_ptr() % 64 == 0
     message[1].buffer[0:4] = torch.tensor([7.0]).numpy().tobytes()

@@ -89,8 +89,8 @@ class Assassin:
 @pytest.mark.parametrize(
     ("verb", "calls", "talk"),
     [
-        ("forward", 2, 10),
-        ("forward", 12, 20),
+        ("submit", 2, 10),  # a forward
+        ("submit", 12, 20),
         ("capture", 2, 30),
         ("prepare_restore", 1, 40),
         ("commit_restore", 1, 50),
@@ -124,18 +124,22 @@ def test_a_shard_that_dies_while_nobody_asks_is_back_for_the_next_request(
     assert asked.tokens == undisturbed(4, 90)
 
 
-def test_a_shard_that_cannot_be_started_again_fails_the_request_by_name_and_the_server_lives_on(
+def test_a_shard_that_cannot_be_started_again_and_fits_nowhere_fails_the_request_by_name_and_the_server_lives_on(
     monkeypatch: pytest.MonkeyPatch, split: Any, undisturbed: Callable[[int, int], list[int]]
 ) -> None:
     keeper = split.hosts._keepers["lab"]
     with monkeypatch.context() as patch:
         patch.setattr(keeper, "_command", ["false"])
+        patch.setattr("rekindle.build.refuge.available_ram", lambda: 1 << 20)
         os.kill(keeper.pid, signal.SIGKILL)
         asked = SOAK.Asked(split, 5, 90)
         end = asked.wait()
         assert isinstance(end, Failed)
         assert isinstance(end.error, StageLost)
-        assert "span [4, 8)" in str(end.error)
+        says = str(end.error)
+        assert "span [4, 8)" in says
+        assert "'false' ended with status 1 before it was ready" in says
+        assert "no other device has room for layers [4, 8): cpu has 768.0 KiB and" in says
     asked = SOAK.Asked(split, 5, 90)
     assert isinstance(asked.wait(), Finished)
     assert asked.tokens == undisturbed(5, 90)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from paper_snapshots import FINGERPRINT, PaperModel, same
 
+from rekindle.cli.cache import list_command
 from rekindle.errors import BadConfig, BadSnapshotFile
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots import tools
@@ -109,3 +110,12 @@ def test_a_bad_file_imports_nothing_at_all(directory: Path, tmp_path: Path, dama
         tools.import_chain(tmp_path / "other", bad)
     assert not (tmp_path / "other").exists()
     assert not (tmp_path / "escape").exists()
+
+
+def test_a_folder_without_snapshots_is_told_apart_from_the_right_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    list_command(tmp_path)
+    assert "no snapshots" in (said := capsys.readouterr().out) and "--cache-dir" in said
+    with pytest.raises(BadConfig, match="--cache-dir"):
+        list_command(tmp_path / "missing")

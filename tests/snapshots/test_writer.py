@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from paper_snapshots import FINGERPRINT, PaperModel, same
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots.disk import DiskStore, Record
 from rekindle.snapshots.types import Snapshot
-from rekindle.snapshots.writer import FIRST_PAUSE, DiskWriter, Save
+from rekindle.snapshots.writer import FIRST_PAUSE, RANK, DiskWriter, Save
 
 
 class Clock:
@@ -136,4 +137,16 @@ def test_a_fault_in_one_save_does_not_end_the_writer(store: DiskStore, caplog: p
     writer.flush()
     assert len(done) == 1
     assert writer.refused["fault"] == 1
+    writer.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no rank of their own")
+def test_the_writers_thread_gives_way_and_no_other_does(store: DiskStore) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    writer = DiskWriter(store)
+    writer.offer(Save(PaperModel().snapshot(list(range(10))), BoundaryKind.END, None, lambda record: None))
+    writer.flush()
+    assert writer._thread.native_id is not None
+    assert os.getpriority(os.PRIO_PROCESS, writer._thread.native_id) >= RANK
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
     writer.close()

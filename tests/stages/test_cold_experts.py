@@ -30,12 +30,18 @@ ON_HOST = CostModel(link=1e-9, host_call=0, host_expert=0, host_pair=0, device_p
 
 
 def cold_stage(
-    tiny: Any, hot: Sequence[Sequence[int]], ring: Sequence[int], cost: CostModel = BRING, keep: int = 0
+    tiny: Any,
+    hot: Sequence[Sequence[int]],
+    ring: Sequence[int],
+    cost: CostModel = BRING,
+    keep: int = 0,
+    **pool: int,
 ) -> LocalStage:
+    """`pool`: pages and host_pages of the stage."""
     file = tiny.open()
     plan = SpanExperts(hot, ring, RoutingCounts(LAYERS, EXPERTS), cost, keep)
     model = load_span(file, file.spec.whole, torch.device("cpu"), torch.float32, experts=plan)
-    return LocalStage(model, slots=4, pages=64, kv_type="f32")
+    return LocalStage(model, slots=4, kv_type="f32", **{"pages": 64, **pool})
 
 
 def sets_of(stage: LocalStage) -> list[ExpertSet]:
@@ -168,6 +174,18 @@ def test_the_experts_in_use_become_hot(tiny: Any) -> None:
     assert sum(experts.swaps for experts in sets_of(stage)) > 0
 
 
+def test_a_stage_says_which_way_its_layers_took_and_who_moved(tiny: Any) -> None:
+    stage = cold_stage(tiny, [[0, 3]] * LAYERS, [2] * LAYERS)
+    logits_of(stage, (40, 41, 42))
+    swap_some(stage, 0, 0, 0)
+    work = stage.work()
+    assert (work["step:eager"], work["step:recorded"]) == (3, 0)
+    assert (work["experts:stream"], work["experts:ring"], work["experts:host"]) == (LAYERS, 2 * LAYERS, 0)
+    assert work["swaps:"] == sum(experts.swaps for experts in sets_of(stage)) >= 1
+    assert {key for key in work if key.startswith("pages:")} == {"pages:out", "pages:in", "pages:away", "pages:skipped"}
+    assert Pipeline([stage]).work() == work
+
+
 # Through the engine
 
 
@@ -250,18 +268,24 @@ def test_a_restored_prefix_runs_only_the_suffix_with_cold_experts(tiny: Any) -> 
     assert rows[0] > 8
 
 
-def test_thirty_two_requests_against_a_tiny_ring_are_answered(tiny: Any) -> None:
-    prompts = [
-        tokens_of(int(count), seed=100 + i) for i, count in enumerate(np.random.default_rng(3).integers(3, 60, 32))
-    ]
+def test_thirty_two_requests_against_a_tiny_pool_and_a_tiny_ring_are_answered(tiny: Any) -> None:
+    lengths = np.random.default_rng(3).integers(3, 60, 32)
+    lengths[::4] *= 8  # some outgrow the pool by themselves
+    prompts = [tokens_of(int(count), seed=100 + i) for i, count in enumerate(lengths)]
     plain = Answers(tiny.stage())
     greedy = Sampling(temperature=0)
     expected = [plain.ask([prompt], greedy)[0] for prompt in prompts]
     plain.engine.stop()
-    stage = cold_stage(tiny, [[2]] * LAYERS, [2] * LAYERS)
+    stage = cold_stage(tiny, [[2]] * LAYERS, [2] * LAYERS, pages=7, host_pages=40)
     answers = Answers(stage)
     assert answers.ask(prompts, greedy) == expected
+    work = answers.engine.status().work
     answers.engine.stop()
+    assert work["pages:out"] > 0
+    assert work["experts:stream"] > 0
+    stage.check()
+    count = stage.pages()
+    assert (count.free, count.used, count.total) == (47, 0, 47)
     for experts in sets_of(stage):
         experts.residency.check()
         free = experts.residency.owner.lt(0).sum().item()

@@ -102,3 +102,20 @@ def test_sparse_requests_are_all_answered(make_tiny: Any) -> None:
     stage.check()
     assert stage.kv_mode == "sparse"
     assert stage.paging().skipped > 0
+
+
+@pytest.mark.parametrize("spans", [(Span(0, 8),), (Span(0, 3), Span(3, 8))], ids=["one stage", "split"])
+def test_only_a_request_that_left_out_pages_says_so_whoever_runs_beside_it(
+    make_tiny: Any, spans: tuple[Span, ...]
+) -> None:
+    tiny = make_tiny("dense")
+    engine = make_engine([tiny.stage(span, slots=2, pages=9, host_pages=60, kv_mode="sparse") for span in spans])
+    asked = [Answer(engine, Prompt((PROMPTS[0] * 200)[:length]), length, 30) for length in (1200, 40)]
+    said = []
+    for answer in asked:
+        answer.tokens()
+        end = answer.events[-1]
+        assert isinstance(end, Finished)
+        said.append(end.cache.sparse)
+    engine.stop()
+    assert said == [True, False]

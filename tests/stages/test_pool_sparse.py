@@ -50,8 +50,8 @@ def test_with_a_pool_as_large_as_the_sequence_sparse_is_full_kv_bit_for_bit(tiny
     assert same(feed(stage, 0, 890, 1024, step=1), feed(full, 0, 890, 1024, step=1)), "16 pages in 16 places"
     assert stage.paging().skipped == 0
     over = Batch((Segment(0, 1024, (5,), Wanted.LAST),))
-    assert stage.forward(over, None).skipped_pages
-    assert not full.forward(over, None).skipped_pages
+    assert stage.forward(over, None).skipping == {0}
+    assert full.forward(over, None).skipping == set()
 
 
 @pytest.mark.parametrize("policy", ["qk", "lru"])

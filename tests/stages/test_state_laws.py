@@ -189,3 +189,28 @@ def test_batching_with_others_changes_no_greedy_token_and_hardly_a_logit(stage: 
     assert logits is not None
     assert (logits[1] - alone).abs().max() < 1e-4
     assert logits[1].argmax() == alone.argmax()
+
+
+@pytest.mark.parametrize("position", [99, 121])
+def test_a_rewind_that_the_last_block_does_not_reach_is_refused_before_anything_moves(
+    stage: LocalStage, position: int
+) -> None:
+    stage.open(0)
+    feed(stage, 0, 0, 100)
+    stage.forward(Batch((Segment(0, 100, tuple(TOKENS[100:120])),), rewindable=True), None)
+    before = stage.capture(0)
+    with pytest.raises(AssertionError, match=f"cannot go to {position}: .* from 100 to 120"):
+        stage.rewind(0, position)
+    for part, truth in zip(stage.capture(0), before, strict=True):
+        if isinstance(part, DeltaPart) and isinstance(truth, DeltaPart):
+            assert torch.equal(part.state, truth.state)
+            assert torch.equal(part.window, truth.window)
+    stage.rewind(0, 110)
+    stage.close(0)
+
+
+def test_a_stage_that_stops_ends_the_threads_of_its_copies(stage: LocalStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = list[bool]()
+    monkeypatch.setattr(stage.pool.copies, "stop", lambda: stopped.append(True))
+    stage.stop()
+    assert stopped == [True]

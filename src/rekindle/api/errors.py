@@ -10,7 +10,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from rekindle.errors import BadRequest, PromptTooLong, QueueFull, RekindleError, StageLost
+from rekindle.errors import BadRequest, CrewLost, PromptTooLong, QueueFull, RekindleError, StageLost
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ def fault_of(error: Exception) -> Fault:
             return Fault(429, message, "rate_limit_error", code="queue_full", headers=headers)
         case StageLost():
             return Fault(503, message, "server_error", code="stage_lost")
+        case CrewLost():
+            return Fault(503, message, "server_error", code="crew_lost")
         case HTTPException():  # starlette's own: unknown path, wrong method
             return Fault(error.status_code, error.detail, "invalid_request_error", headers=dict(error.headers or {}))
     error_id = uuid.uuid4().hex[:12]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -79,8 +79,24 @@ class _EngineGauges(Collector):
         yield CounterMetricFamily(
             "rekindle_audit_mismatches", "Audits that found a wrong snapshot", status.audit_mismatches
         )
+        yield from _work_counters(status.work)
         yield from _cache_counters(status.cache)
         yield from _cache_sizes(status.cache)
+
+
+def _work_counters(work: Mapping[str, int]) -> Iterable[Metric]:
+    """Which path ran: the stages of this process."""
+    for kind, name, what, label in (
+        ("step", "steps", "Forwards of a stage, replayed from a recording or run anew", "how"),
+        ("experts", "expert_layers", "Layers with cold experts that ran, by the way they took", "way"),
+        ("pages", "page_moves", "Pages sent out and brought in; attended where they lie, skipped, per forward", "how"),
+    ):
+        family = CounterMetricFamily(f"rekindle_{name}", what, labels=[label])
+        for key, count in work.items():
+            if key.startswith(f"{kind}:"):
+                family.add_metric([key.removeprefix(f"{kind}:")], count)
+        yield family
+    yield CounterMetricFamily("rekindle_expert_swaps", "Experts that changed places", work.get("swaps:", 0))
 
 
 def _cache_counters(cache: CachePort) -> Iterable[Metric]:

@@ -77,6 +77,10 @@ class EngineStatus(Protocol):
     @property
     def cache(self) -> CachePort: ...
     @property
+    def work(self) -> Mapping[str, int]:
+        """How the stages of this process have worked, by "kind:how"."""
+
+    @property
     def broken(self) -> str | None:
         """Why nothing can run any more."""
 

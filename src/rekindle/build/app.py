@@ -36,7 +36,7 @@ def build_app(
         remember_turns=remember_turns,
         prepare_next=prepare_next,
     )
-    return create_app(built.engine, _model_text(built, settings), settings)
+    return create_app(built.door, _model_text(built, settings), settings)
 
 
 def _model_text(built: Built, settings: Settings) -> ModelText:

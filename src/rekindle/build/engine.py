@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -15,20 +15,37 @@ from blake3 import blake3
 from rekindle.build.machine import device_names, device_of, make_machine, shard_of
 from rekindle.build.model import Model, open_model
 from rekindle.build.probe import speeds
+from rekindle.build.refuge import Refuge, Room
 from rekindle.build.shards import DTYPES, Progress, Shards, StageOrder, load_stage, stage_orders
 from rekindle.config import Config, show_bytes
 from rekindle.engine.engine import Engine, EngineSettings
+from rekindle.engine.router import Router
 from rekindle.errors import BadConfig
 from rekindle.experts import CountsFile, RoutingCounts
-from rekindle.placement import Machine, Plan, Wishes, make_plan, parse_split, sizes_from_tensors
+from rekindle.kernels.matmul.packing import packed_bytes
+from rekindle.placement import Machine, Plan, Sizes, Wishes, make_plan, parse_split, sizes_from_tensors
 from rekindle.prefix import PrefixCache, check_budget
 from rekindle.snapshots.disk import DiskStore
 from rekindle.stages import Pipeline, Stage
+from rekindle.weights import TensorInfo
 
 if TYPE_CHECKING:
     from rekindle.build.ray import RayHosts
 
 log = logging.getLogger("rekindle.build")
+
+
+class SharedPrefixes(PrefixCache):
+    """One for all replicas, so that each restores what another has computed. It closes with the last of them."""
+
+    def __init__(self, ram_budget: int, disk: DiskStore | None, sharers: int) -> None:
+        super().__init__(ram_budget, disk)
+        self._sharers = sharers
+
+    def close(self) -> None:
+        self._sharers -= 1
+        if self._sharers == 0:
+            super().close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +58,31 @@ class Built:
     context: int
     counts: CountsFile | None = None  # of a model with experts, where there is a folder to keep them in
     hosts: Shards | RayHosts | None = None  # of stages outside this process
+    router: Router | None = None  # before several replicas, of which the engine is the first
+
+    @property
+    def door(self) -> Engine | Router:
+        """Where requests go."""
+        return self.router or self.engine
 
     def stop(self) -> None:
         """End every request, then save what the next start should know."""
-        self.engine.stop()
+        for engine in self.router.replicas if self.router is not None else (self.engine,):
+            engine.stop()
         if self.hosts is not None:
             self.hosts.stop()
         if self.counts is not None:
             self.counts.stop()
 
 
-def build_engine(config: Config, on_progress: Progress | None = None) -> Built:
+def build_engine(config: Config, on_progress: Progress | None = None, on_kernels: Progress | None = None) -> Built:
+    """on_progress hears of bytes loaded, on_kernels of kernels compiled, once per GPU and model: done, in all."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model = open_model(config.model)
     hosts = _hosts(config)
     try:
-        return _build(config, model, hosts, on_progress)
+        return _build(config, model, hosts, on_progress, on_kernels)
     except BaseException:
         if hosts is not None:
             hosts.stop()
@@ -77,22 +102,78 @@ def _hosts(config: Config) -> Shards | RayHosts | None:
     return RayHosts(config.ray, config.model, config.threads)
 
 
-def _build(config: Config, model: Model, hosts: Shards | RayHosts | None, on_progress: Progress | None) -> Built:
+def _build(
+    config: Config,
+    model: Model,
+    hosts: Shards | RayHosts | None,
+    on_progress: Progress | None,
+    on_kernels: Progress | None,
+) -> Built:
     names, machine = _machine(config, hosts)
-    plan = plan_model(config, model, machine)
-    for reason in plan.reasons:
+    config = _settled(config, names)
+    plans = [plan_model(config, model, part) for part in _divide(machine, config.replicas)]
+    for reason in (reason for plan in plans for reason in plan.reasons):
         log.info("plan: %s", reason)
+    _check_alike(plans)
     dtype = _dtype(config, names)
+    orders = [stage_orders(plan, dtype) for plan in plans]
+    if hosts is not None:
+        hosts.start(names, [order for its_orders in orders for order in its_orders])
     counts_file = _counts_file(config, model)
-    counts = counts_file.counts if counts_file else RoutingCounts(model.spec.layers, model.spec.ffn.experts)
-    orders = stage_orders(plan, dtype)
-    stages = _load_stages(model, names, orders, hosts, counts, on_progress)
-    prefixes = _prefix_cache(config, model, plan)
+    counts = [RoutingCounts(model.spec.layers, model.spec.ffn.experts) for _ in plans]
+    if counts_file is not None:
+        counts[0] = counts_file.counts  # kept for the next start; the other replicas route alike
+    sizes, room = _sizes(model, dtype), Room(plans)
+    pipelines = [
+        Pipeline(
+            _load_stages(model, plan, its_orders, hosts, its_counts, on_progress, on_kernels),
+            Refuge(room, model.file, plan, its_orders, sizes, its_counts).take_in,
+        )
+        for plan, its_orders, its_counts in zip(plans, orders, counts, strict=True)
+    ]
+    plan = plans[0]
+    prefixes = _prefix_cache(config, model, plan, sum(plan.snapshot_ram for plan in plans))
     settings = EngineSettings(
         context=plan.wishes.context, queue=config.queue, grid=plan.wishes.chunk, audit=config.audit
     )
-    engine = Engine(Pipeline(stages), prefixes, settings).start()
-    return Built(engine, model, plan, plan.wishes.context, counts_file.start() if counts_file else None, hosts)
+    engines = [Engine(pipeline, prefixes, settings).start() for pipeline in pipelines]
+    router = Router(engines) if len(engines) > 1 else None
+    counting = counts_file.start() if counts_file else None
+    return Built(engines[0], model, plan, plan.wishes.context, counting, hosts, router)
+
+
+def _settled(config: Config, names: list[str]) -> Config:
+    """What depends on the devices, decided once for all replicas: they restore each other's snapshots."""
+    dtype = _dtype(config, names)
+    return replace(
+        config,
+        dtype=next(name for name, known in DTYPES.items() if known is dtype),
+        kv_type=config.kv_type or ("f32" if dtype is torch.float32 else "bf16"),
+        grid=_grid(config, names),
+    )
+
+
+def _divide(machine: Machine, replicas: int) -> list[Machine]:
+    """The devices in order, as evenly as can be; each replica has its share of the RAM beside them."""
+    count = len(machine.devices)
+    if replicas > count:
+        names = ", ".join(device.name for device in machine.devices)
+        raise BadConfig(f"--replicas is {replicas}, each needs a device of its own and there is only {names}")
+    edges = [count * index // replicas for index in range(replicas + 1)]
+    return [Machine(machine.devices[a:b], machine.ram // replicas) for a, b in pairwise(edges)]
+
+
+def _check_alike(plans: list[Plan]) -> None:
+    """Replicas restore each other's snapshots; what a sparse one has left out depends on its stages and their pools."""
+    if plans[0].wishes.kv_mode != "sparse":
+        return
+    told = [", ".join(f"layers {stage.span} with {stage.pool_pages} pages" for stage in plan.stages) for plan in plans]
+    for index, other in enumerate(told):
+        if other != told[0]:
+            raise BadConfig(
+                f"--kv-mode sparse needs like replicas; replica 0 has {told[0]}, replica {index} has {other}: "
+                "give each as many devices, and --pool"
+            )
 
 
 def _machine(config: Config, hosts: Shards | RayHosts | None) -> tuple[list[str], Machine]:
@@ -106,21 +187,20 @@ def _machine(config: Config, hosts: Shards | RayHosts | None) -> tuple[list[str]
 
 def _load_stages(
     model: Model,
-    names: list[str],
+    plan: Plan,
     orders: list[StageOrder],
     hosts: Shards | RayHosts | None,
     counts: RoutingCounts,
     on_progress: Progress | None,
+    on_kernels: Progress | None,
 ) -> list[Stage]:
     """Local ones are loaded here, the others where they are."""
-    if hosts is not None:
-        hosts.start(names, orders)
     stages: list[Stage] = []
-    for name, order in zip(names, orders, strict=True):
+    for name, order in zip((stage.device.name for stage in plan.stages), orders, strict=True):
         if hosts is not None and shard_of(name):
             stages.append(hosts.connect(name, order, model.file.fingerprint()))
         else:
-            stages.append(load_stage(model.file, order, on_progress, counts))
+            stages.append(load_stage(model.file, order, on_progress, counts, on_kernels))
     return stages
 
 
@@ -128,7 +208,6 @@ def plan_model(config: Config, model: Model, machine: Machine) -> Plan:
     """Where everything goes; also what `rekindle plan` shows."""
     spec = model.spec
     names = [device.name for device in machine.devices]
-    on_cpu = all(device.is_cpu for device in machine.devices)
     counts_file = _counts_file(config, model)
     if config.audit and config.kv_mode == "sparse":
         raise BadConfig(
@@ -145,11 +224,11 @@ def plan_model(config: Config, model: Model, machine: Machine) -> Plan:
         compute_bytes=_dtype(config, names).itemsize,
         chunk=_grid(config, names),
         counts=counts_file.counts.for_placement() if counts_file else None,
+        cache_ram=config.cache_ram // config.replicas,
     )
     if config.context is not None and config.context > spec.context:
         raise BadConfig(f"--context is {config.context}, the model was trained for {spec.context}")
-    sizes = sizes_from_tensors(spec, _loaded_sizes(model, expanded=on_cpu, itemsize=wishes.compute_bytes))
-    return make_plan(machine, spec, sizes, wishes)
+    return make_plan(machine, spec, _sizes(model, _dtype(config, names)), wishes)
 
 
 def _counts_file(config: Config, model: Model) -> CountsFile | None:
@@ -160,12 +239,20 @@ def _counts_file(config: Config, model: Model) -> CountsFile | None:
     return CountsFile(config.cache_dir, model.file.fingerprint(), spec.layers, spec.ffn.experts)
 
 
-def _loaded_sizes(model: Model, expanded: bool, itemsize: int) -> Mapping[str, tuple[tuple[int, ...], int]]:
-    """Shapes and the bytes each tensor takes once loaded: as in the file, or expanded where no kernel reads it so."""
-    return {
-        name: (info.shape, prod(info.shape) * itemsize if expanded and len(info.shape) > 1 else info.nbytes)
-        for name, info in model.file.tensors.items()
-    }
+def _sizes(model: Model, dtype: torch.dtype) -> Sizes:
+    """What each tensor takes once loaded: in planes, or expanded where no kernel reads its type so, as on any CPU."""
+
+    def size(info: TensorInfo, expanded: bool) -> int:
+        if len(info.shape) == 1:
+            return info.nbytes
+        planes = None if expanded else packed_bytes(info.type, prod(info.shape))
+        return max(info.nbytes, prod(info.shape) * dtype.itemsize) if planes is None else planes
+
+    def sizes(expanded: bool) -> Sizes:
+        loaded = {name: (info.shape, size(info, expanded)) for name, info in model.file.tensors.items()}
+        return sizes_from_tensors(model.spec, loaded)
+
+    return replace(sizes(expanded=False), expanded=sizes(expanded=True))
 
 
 def _grid(config: Config, names: list[str]) -> int:
@@ -180,15 +267,18 @@ def _dtype(config: Config, names: list[str]) -> torch.dtype:
     return DTYPES[name]
 
 
-def _prefix_cache(config: Config, model: Model, plan: Plan) -> PrefixCache:
+def _prefix_cache(config: Config, model: Model, plan: Plan, ram: int) -> PrefixCache:
+    """`ram` is what the plans of all replicas leave for snapshots."""
     disk = None
     if config.cache_dir is not None and config.cache_disk > 0:
         disk = DiskStore(config.cache_dir, _state_identity(model, plan), config.cache_disk)
     fixed = _fixed_snapshot_bytes(plan)
-    for warning in check_budget(fixed, config.cache_ram, config.cache_disk if disk else None):
+    if ram < config.cache_ram // config.replicas * config.replicas:
+        log.warning("snapshots get %s of RAM, --cache-ram is %s", show_bytes(ram), show_bytes(config.cache_ram))
+    for warning in check_budget(fixed, ram, config.cache_disk if disk else None):
         log.warning("%s", warning)
     log.info("one snapshot takes %s beside its pages", show_bytes(fixed))
-    return PrefixCache(config.cache_ram, disk)
+    return SharedPrefixes(ram, disk, config.replicas)
 
 
 def _state_identity(model: Model, plan: Plan) -> str:

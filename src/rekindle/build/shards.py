@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +19,13 @@ import torch
 
 from rekindle.build.machine import device_of, shard_of, torch_device
 from rekindle.build.model import open_weights_of
+from rekindle.build.warm import warming
 from rekindle.config import Config, ShardSetting
 from rekindle.errors import BadConfig
 from rekindle.experts import RoutingCounts, SpanExperts
 from rekindle.models import load_span
 from rekindle.placement import Plan
-from rekindle.pool import KvMode, Policy
+from rekindle.pool import STOCK, KvMode, Policy
 from rekindle.shards import (
     Deadlines,
     HeadKeys,
@@ -61,6 +63,8 @@ class StageOrder:
     dtype: str = "float32"
     hot: tuple[tuple[int, ...], ...] | None = None  # None: every expert is on the device
     ring: tuple[int, ...] = ()
+    rewind_rows: int = 0  # of the longest block to verify
+    slabs: int = STOCK  # of pinned RAM that wait for captures, on a GPU
 
     @property
     def kv_term(self) -> str:
@@ -87,27 +91,47 @@ def stage_orders(plan: Plan, dtype: torch.dtype) -> list[StageOrder]:
             name,
             stage.hot if stage.cold else None,
             stage.ring_slots if stage.cold else (),
+            plan.wishes.rewind_rows,
+            stage.slabs,
         )
         for stage in plan.stages
     ]
 
 
 def load_stage(
-    file: WeightFile, order: StageOrder, on_progress: Progress | None = None, counts: RoutingCounts | None = None
+    file: WeightFile,
+    order: StageOrder,
+    on_progress: Progress | None = None,
+    counts: RoutingCounts | None = None,
+    on_kernels: Progress | None = None,
 ) -> LocalStage:
-    """The stage, on a device of this process."""
+    """The stage, on a device of this process; on a GPU with every kernel that it needs."""
     experts = None
     if order.hot is not None:
         counts = counts or RoutingCounts(file.spec.layers, file.spec.ffn.experts)
         experts = SpanExperts(order.hot, order.ring, counts)
     dtype = DTYPES[order.dtype]
     device = torch_device(order.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # weights are packed by kernels, which run on the current device
-    span = load_span(file, order.span, device, dtype, on_progress, experts)
-    kv_mode: KvMode = "sparse" if order.kv_mode == "sparse" else "exact"
-    policy: Policy = "lru" if order.kv_policy == "lru" else "qk"
-    return LocalStage(span, order.slots, order.pages, order.kv_type, order.host_pages, kv_mode, policy)
+    with ExitStack() as loading:
+        if device.type == "cuda":
+            loading.enter_context(torch.cuda.device(device))  # kernels pack the weights, on the current device
+            loading.enter_context(warming(file, order, on_kernels))
+        span = load_span(file, order.span, device, dtype, on_progress, experts)
+        return LocalStage(
+            span,
+            order.slots,
+            order.pages,
+            order.kv_type,
+            order.host_pages,
+            *kv_choice(order.kv_mode, order.kv_policy),
+            order.rewind_rows,
+            slabs=order.slabs,
+        )
+
+
+def kv_choice(mode: str, policy: str) -> tuple[KvMode, Policy]:
+    """Whether every page counts, and else by what they are chosen."""
+    return "sparse" if mode == "sparse" else "exact", "lru" if policy == "lru" else "qk"
 
 
 # The shard's side
@@ -145,9 +169,11 @@ def arguments(orders: Sequence[StageOrder], endpoint: str, threads: int) -> list
     first = orders[0]
     common = ["--listen", endpoint, "--slots", str(first.slots), "--kv-type", first.kv_type, "--dtype", first.dtype]
     given = [*common, "--kv-mode", first.kv_mode, "--kv-policy", first.kv_policy, "--threads", str(threads)]
+    given += ["--rewind-rows", str(first.rewind_rows)]
     for order in orders:
         given += ["--device", order.device, "--span", f"{order.span.start}:{order.span.stop}"]
         given += ["--pages", str(order.pages), "--host-pages", str(order.host_pages)]
+        given += ["--slabs", str(order.slabs)]
         experts = None if order.hot is None else {"hot": order.hot, "ring": order.ring}
         given += ["--experts", json.dumps(experts, separators=(",", ":"))]
     return given

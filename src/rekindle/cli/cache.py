@@ -27,6 +27,7 @@ app = typer.Typer(help="Snapshots on disk: list, show, verify, prune, export, im
 
 Folder = Annotated[Path, typer.Argument(help="The folder given to `rekindle serve --cache-dir`.")]
 Id = Annotated[str, typer.Argument(help="A snapshot's id, or the beginning of it.")]
+WHICH = "name the one that was given to `rekindle serve --cache-dir`"
 SHOWN = 12  # characters of an id in a list
 
 
@@ -38,6 +39,9 @@ def list_command(
     found = list_snapshots(_existing(folder))
     if as_json:
         print(json.dumps([{name: getattr(info, name) for name in SnapshotInfo.__slots__} for info in found]))
+        return
+    if not found:
+        print(f"no snapshots in {folder}; {WHICH}")
         return
     table = Table("id", "model", "tokens", "kind", "conversation", "used", "own", "with pages", box=None)
     for info in found:
@@ -98,5 +102,5 @@ def import_command(folder: Folder, source: Annotated[Path, typer.Argument(help="
 
 def _existing(folder: Path) -> Path:
     if not folder.is_dir():
-        raise BadConfig(f"there is no folder {folder}")
+        raise BadConfig(f"there is no folder {folder}; {WHICH}")
     return folder

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rekindle.build import Built, build_engine
-from rekindle.config import Config, parse_bytes
+from rekindle.config import Config, parse_bytes, show_bytes
 
 ModelPath = Annotated[
     Path | None, typer.Argument(help="A GGUF file or a Hugging Face folder; the embedded model if left out.")
@@ -44,8 +44,16 @@ def names(devices: str) -> tuple[str, ...]:
 
 
 def load_with_progress(config: Config) -> Built:
-    """Build the engine while a bar shows how far the weights are."""
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+    """Build the engine while bars show how far the weights are and, at a first start on a GPU, the kernels."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("loading", total=None)
-        return build_engine(config, lambda done, total: progress.update(task, completed=done, total=total))
+        weights = progress.add_task("loading", total=None, amount="")
+        kernels = progress.add_task("compiling kernels, once", total=None, amount="", visible=False)
+
+        def show_weights(done: int, total: int) -> None:
+            progress.update(weights, completed=done, total=total, amount=f"{show_bytes(done)} of {show_bytes(total)}")
+
+        def show_kernels(done: int, total: int) -> None:
+            progress.update(kernels, completed=done, total=total, amount=f"{done} of {total}", visible=True)
+
+        return build_engine(config, show_weights, show_kernels)

@@ -9,7 +9,7 @@ import typer
 
 from rekindle.build import device_names, make_machine, open_model, plan_model
 from rekindle.cli import options
-from rekindle.config import Config
+from rekindle.config import Config, parse_bytes
 from rekindle.errors import BadConfig
 from rekindle.placement import Device, Machine, plan_as_json, show_plan
 
@@ -27,6 +27,7 @@ def plan(
     pool: Annotated[int | None, typer.Option(help="Tokens of KV on every device.")] = None,
     vram: options.Size = None,
     ram: options.Size = None,
+    cache_ram: Annotated[str, typer.Option(help="RAM for snapshots.")] = "2GiB",
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show the plan for a model: every byte by name, why, and what stands next to it. Needs no GPU and loads nothing.
@@ -49,6 +50,7 @@ def plan(
         pool=pool,
         vram=options.size(vram, "--vram"),
         ram=options.size(ram, "--ram"),
+        cache_ram=parse_bytes(cache_ram, "--cache-ram"),
     )
     made = plan_model(config, open_model(model), _machine(config))
     print(json.dumps(plan_as_json(made)) if as_json else show_plan(made))

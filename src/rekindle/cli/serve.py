@@ -59,6 +59,9 @@ def serve(
     ray: Annotated[
         str | None, typer.Option(help="Put the stages on the nodes of a Ray cluster: its address, or auto.")
     ] = None,
+    replicas: Annotated[
+        int, typer.Option(help="Divide the devices among so many whole models; a request goes where its prefix is.")
+    ] = 1,
     audit: Annotated[
         int, typer.Option(help="Check one in so many restores against a cold run, in idle time; 0 checks none.")
     ] = 0,
@@ -91,6 +94,7 @@ def serve(
         shards=parse_shards(shard, shard_memory, shard_key),
         link_key=link_key,
         ray=ray,
+        replicas=replicas,
         audit=audit,
     )
     # uvicorn hands a SIGTERM on once it has stopped; without this the process would end before the engine has.

@@ -35,12 +35,14 @@ def host(
     device: Annotated[list[str], typer.Option(help="Its device: cpu, cuda:0, hip:0.")] = [],  # noqa: B006
     pages: Annotated[list[int], typer.Option(help="Pages of KV (64 tokens each) on the device.")] = [],  # noqa: B006
     host_pages: Annotated[list[int], typer.Option(help="Pages more that RAM may hold.")] = [],  # noqa: B006
+    slabs: Annotated[list[int], typer.Option(help="Pinned RAM (16 MiB each) kept for captures.")] = [],  # noqa: B006
     experts: Annotated[list[str], typer.Option(help="Which experts are on the device, as JSON.")] = [],  # noqa: B006
     listen: Annotated[str, typer.Option(help="ipc:///path, or tcp://host:port, which needs keys.")] = "",
     slots: Annotated[int, typer.Option(help="Sequences that run at the same time.")] = 16,
     kv_type: options.KvType = None,
     kv_mode: options.KvMode = "exact",
     kv_policy: options.KvPolicy = "qk",
+    rewind_rows: Annotated[int, typer.Option(help="Rows of the longest block to verify.")] = 0,
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     key: Annotated[Path | None, typer.Option(help="This shard's key pair.")] = None,
@@ -56,7 +58,7 @@ def host(
         raise BadConfig("--listen is missing; give ipc:///path or tcp://host:port")
     dtype = dtype or ("float32" if all(name == "cpu" for name in device) else "bfloat16")
     kv_type = kv_type or ("f32" if dtype == "float32" else "bf16")
-    _check_counts(len(span), device, pages, host_pages, experts)
+    _check_counts(len(span), device, pages, host_pages, slabs, experts)
     orders = []
     for i, text in enumerate(span):
         known = json.loads(experts[i]) if experts else None
@@ -73,6 +75,8 @@ def host(
                 dtype,
                 tuple(map(tuple, known["hot"])) if known else None,
                 tuple(known["ring"]) if known else (),
+                rewind_rows,
+                *slabs[i : i + 1],
             )
         )
     host_shard(model, orders, listen, key, allow)

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Sequential
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rekindle.batch import DRAWN, Batch, Segment
+from rekindle.engine.admission import Admission
 from rekindle.engine.audit import Audit, Auditor
 from rekindle.engine.flight import Flight
 from rekindle.engine.publisher import Publisher
@@ -22,8 +23,6 @@ from rekindle.engine.sampler import draw, logprob_of
 from rekindle.engine.scheduler import Scheduler
 from rekindle.engine.sequence import Phase, Sequence
 from rekindle.engine.types import (
-    CacheReport,
-    Divergence,
     Event,
     Failed,
     Finished,
@@ -34,13 +33,13 @@ from rekindle.engine.types import (
     Started,
     Token,
 )
-from rekindle.errors import BadRequest, PromptTooLong, QueueFull, RekindleError, SnapshotMismatch, StageLost
-from rekindle.prefix import Hit, Lookup, PrefixCache, Tier
+from rekindle.errors import BadRequest, PromptTooLong, QueueFull, RekindleError, StageLost
+from rekindle.prefix import PrefixCache
 from rekindle.prefix.cache import CacheStats
-from rekindle.prompt import Boundary, BoundaryKind, Prompt
-from rekindle.snapshots.types import Snapshot
+from rekindle.prompt import BoundaryKind, Prompt
+from rekindle.snapshots.types import Snapshot, wait_for
 from rekindle.spec import PAGE
-from rekindle.stages import Pipeline
+from rekindle.stages import Pipeline, PoolFull
 from rekindle.stages.types import Ahead, PageCount
 
 log = logging.getLogger("rekindle.engine")
@@ -67,6 +66,7 @@ class EngineStatus:
     audits: int
     audit_mismatches: int
     cache: CacheStats
+    work: Counter[str]  # how the stages of this process have worked, by "kind:how"
     broken: str | None = None  # why nothing can run any more
 
 
@@ -82,6 +82,7 @@ class Engine:
         self._publisher = Publisher(pipeline, prefixes, settings.grid)
         on_cpu = all(stage.device == "cpu" for stage in pipeline.stages)
         self._auditor = Auditor(prefixes, settings.audit, on_cpu)
+        self._admission = Admission(pipeline, prefixes, self._publisher, self._auditor, self._note_loaded)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -120,6 +121,9 @@ class Engine:
         """Stop the request at the next step; it gets its Finished event. Unknown ids are ignored: it has ended."""
         self._commands.put(lambda: self._mark_cancelled(request_id))
 
+    def _note_loaded(self, sequence: Sequence) -> None:
+        self._commands.put(lambda: self._take_loaded(sequence))
+
     def status(self) -> EngineStatus:
         return EngineStatus(
             running=len(self._running),
@@ -132,6 +136,7 @@ class Engine:
             audits=self._auditor.audits,
             audit_mismatches=self._auditor.mismatches,
             cache=self.prefixes.stats(),
+            work=self.pipeline.work(),
             broken=self._broken,
         )
 
@@ -141,6 +146,7 @@ class Engine:
             self._stopping = True
             self._commands.put(None)
         self._thread.join()
+        self._admission.stop()
         self.prefixes.close()
         self.pipeline.stop()
 
@@ -161,10 +167,11 @@ class Engine:
         going = True
         while going:
             try:
-                going = self._take_commands()
-                self._step() if going else self._wind_up()
-            except StageLost as error:
-                self._outlive(error)
+                try:
+                    going = self._take_commands()
+                    self._step() if going else self._wind_up()
+                except StageLost as error:
+                    self._outlive(error)
             except Exception as error:
                 log.exception("the engine's step failed; ending the requests it held")
                 self._fail_everything(error)
@@ -188,10 +195,10 @@ class Engine:
 
     def _take_commands(self) -> bool:
         """Run what others asked for; sleep when there is nothing to do. False when it is time to stop."""
-        idle = not self._running and not self._waiting and not self._flights
+        idle = not self._running and not self._flights and not self._may_admit()
         if idle:
             self._publisher.drain()
-            idle = not self._start_audit()
+            idle = bool(self._waiting) or not self._start_audit()
         while True:
             try:
                 command = self._commands.get(block=idle)
@@ -230,49 +237,58 @@ class Engine:
     # Admission: a slot, and everything that is already known about the prompt
 
     def _admit(self) -> None:
-        while self._free_slots and self._waiting:
-            sequence = self._waiting[0]
+        """In order of arrival. Whoever waits for the disk keeps a slot free, and those behind may go before it."""
+        reserved = 0
+        for sequence in tuple(self._waiting):
+            if len(self._free_slots) == reserved:
+                return
             if sequence.background and any(not s.background for s in self._running):
                 return
-            if self._twin_is_ahead(sequence) or not self._place(sequence):
-                return
-            self._waiting.popleft()
-            self._running.append(sequence)
-            self._scheduler.add(sequence)
-            if sequence.position == len(sequence.tokens):
-                self._draw_first(sequence)
+            if sequence.loading is None:
+                if self._admission.twin_is_ahead(sequence, self._scheduler.prefilling):
+                    return
+                if not self._place(sequence, self._free_slots[-1]):
+                    return  # pages are short
+            reserved += sequence.loading is not None
 
-    def _twin_is_ahead(self, sequence: Sequence) -> bool:
-        """Another prompt with the same beginning is being run right now: wait for its boundary and restore from it."""
-        if sequence.parked is not None or sequence.request.prompt_logprobs is not None or sequence.audit is not None:
-            return False
-        for other in self._scheduler.prefilling:
-            if other.audit is not None:
-                continue  # its edges are given and it publishes nothing
-            shared = _common_length(sequence.tokens, other.tokens[: other.prefill_end])
-            if shared < PAGE:
-                continue
-            other.add_boundary(Boundary(shared, BoundaryKind.BRANCH))
-            boundary = max((cut for cut in other.cuts if cut <= shared), default=0)
-            under_way = boundary > other.settled or self._publisher.awaits(other, boundary)
-            if under_way and boundary > self.prefixes.known_length(sequence.tokens[:shared]):
-                other.promoted = True  # somebody waits for it now
-                return True
-        return False
-
-    def _place(self, sequence: Sequence) -> bool:
-        """Put the sequence in a slot with its longest known prefix restored; False when pages are short."""
-        slot = self._free_slots[-1]
-        if sequence.parked is not None:
-            if not self._has_pages(sequence.parked.position + 1):
+    def _place(self, sequence: Sequence, slot: int) -> bool:
+        """Start it, or have it read from disk; False while pages are short. What goes wrong is its own matter."""
+        try:
+            if self._admission.place(sequence, slot, alone=not self._running):
+                self._start(sequence)
+            elif sequence.loading is None:
                 return False
-            self.pipeline.restore(slot, sequence.parked.position, sequence.parked.parts)
-            sequence.position = sequence.settled = sequence.parked.position
-            sequence.parked = None
-        elif not self._restore_prefix(sequence, slot):
-            return False
-        self._free_slots.pop()
-        sequence.slot = slot
+        except StageLost:
+            raise
+        except PoolFull as error:
+            if self._running:
+                return False  # they will leave pages behind
+            self._give_up(sequence, slot, PromptTooLong(f"the KV pool cannot take the state to restore: {error}"))
+        except Exception as error:
+            self._give_up(sequence, slot, error)
+        return True
+
+    def _give_up(self, sequence: Sequence, slot: int, error: Exception) -> None:
+        """It could not start: the slot is emptied of what had been restored."""
+        if sequence.slot < 0:
+            self._close_somehow(slot)
+        self._fail([sequence], error)
+
+    def _may_admit(self) -> bool:
+        """Whether somebody waits for something else than the disk, or a slot kept free for whoever does."""
+        loading = sum(sequence.loading is not None for sequence in self._waiting)
+        return loading < min(len(self._waiting), len(self._free_slots))
+
+    def _start(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        self._take_slot(sequence)
+        self._running.append(sequence)
+        self._scheduler.add(sequence)
+        if sequence.position == len(sequence.tokens):
+            self._draw_first(sequence)
+
+    def _take_slot(self, sequence: Sequence) -> None:
+        sequence.slot = self._free_slots.pop()
         sequence.phase = Phase.PREFILL if sequence.prefill_left else Phase.DECODE
         if not sequence.admitted_at:
             sequence.admitted_at = time.monotonic()
@@ -280,76 +296,14 @@ class Engine:
                 self._waiting_count -= 1
             self._restored += sequence.cache.restored
             self._emit(sequence, Started(sequence.cache))
-        return True
 
-    def _restore_prefix(self, sequence: Sequence, slot: int) -> bool:
-        if sequence.audit is not None:
-            self.pipeline.open(slot)
-            sequence.cuts = sequence.audit.cuts
-            return True
-        if sequence.request.prompt_logprobs is not None:
-            self.pipeline.open(slot)
-            sequence.cache = CacheReport(
-                computed=sequence.prompt_length, miss="prompt log-probabilities were asked for"
-            )
-            return True
-        found = sequence.found or self.prefixes.lookup(sequence.tokens)
-        hit = found.hit
-        if not self._has_pages((hit.position if hit else 0) + 1):
-            sequence.found = found
-            return False
-        sequence.found = None
-        if hit is None:
-            self.pipeline.open(slot)
-        elif not self._restore_hit(sequence, slot, hit):
-            return self._restore_prefix(sequence, slot)
-        for boundary in self._boundaries(sequence, found.departure):
-            sequence.add_boundary(boundary)
-        if not sequence.admitted_at:
-            sequence.cache = self._report(sequence, found)
-        return True
-
-    def _report(self, sequence: Sequence, found: Lookup) -> CacheReport:
-        restored, hit = sequence.position, found.hit
-        return CacheReport(
-            restored_ram=restored if hit and hit.tier is Tier.RAM else 0,
-            restored_disk=restored if hit and hit.tier is Tier.DISK else 0,
-            computed=sequence.prompt_length - restored,
-            miss=found.reason,
-            divergence=Divergence(found.departure, found.ours, found.seen) if found.miss is not None else None,
-        )
-
-    def _restore_hit(self, sequence: Sequence, slot: int, hit: Hit) -> bool:
-        """False where the stages refuse the snapshot: it is set aside and the next longest is tried."""
+    def _take_loaded(self, sequence: Sequence) -> None:
         try:
-            self.pipeline.restore(slot, hit.position, hit.snapshot.parts)
-        except SnapshotMismatch as error:
-            log.error("a snapshot of %d tokens does not fit the stages and is set aside: %s", hit.position, error)
-            self.prefixes.set_aside(hit.entry, str(error))
-            return False
-        finally:
-            hit.release()
-        self._auditor.note(hit)
-        sequence.position = sequence.settled = hit.position
-        sequence.stretches = list(hit.snapshot.stretches)
-        if hit.position == sequence.prefill_end and hit.snapshot.logits is not None:
-            # Drawn where a cold run would draw it, by the same code.
-            sequence.logits = hit.snapshot.logits.to(self.pipeline.logits_device)
-        return True
-
-    def _boundaries(self, sequence: Sequence, divergence: int) -> list[Boundary]:
-        """The prompt's own, and the place where it departs from what the index has seen."""
-        boundaries = list(sequence.request.prompt.boundaries)
-        if divergence >= PAGE:
-            boundaries.append(Boundary(divergence, BoundaryKind.BRANCH))
-        boundaries.append(Boundary(sequence.prefill_end, BoundaryKind.END))
-        return boundaries
+            self._admission.take_loaded(sequence)
+        except Exception as error:
+            self._fail([sequence], error)
 
     # Pages
-
-    def _has_pages(self, positions: int) -> bool:
-        """Whether a sequence of that many positions fits now, not counting what others will still need."""
-        return -(-positions // PAGE) <= self.pipeline.pages().free or not self._running
 
     def _launch(self) -> bool:
         """Hand one batch to the pipeline. False when nothing is to be run, or nothing fits until others settle."""
@@ -435,7 +389,7 @@ class Engine:
         for segment, sequence, rows in flight.results():
             sequence.in_flight -= 1
             sequence.settled = segment.end
-            sequence.sparse |= flight.output.result().skipped_pages
+            sequence.sparse |= segment.slot in flight.output.result().skipping
             if sequence.phase is Phase.PREFILL:
                 self._settle_chunk(sequence, segment, rows)
             if len(rows) and segment.end >= sequence.prefill_end:
@@ -519,6 +473,7 @@ class Engine:
 
     def _conclude_audit(self, sequence: Sequence, audit: Audit, logits: torch.Tensor) -> None:
         parts = self.pipeline.capture(sequence.slot).result()
+        wait_for(parts)
         self._end(sequence)
         tokens, stretches = audit.snapshot.tokens, tuple(sequence.stretches)
         logits = logits.detach().to("cpu", torch.float32)
@@ -527,9 +482,7 @@ class Engine:
     # Ends
 
     def _finish(self, sequence: Sequence, reason: FinishReason, stop_token: int | None = None) -> None:
-        if sequence.phase is Phase.ENDED:
-            return
-        if sequence.phase is Phase.ENDING:
+        if sequence.phase in (Phase.ENDED, Phase.ENDING):
             return
         completion_tokens = sequence.answer_length + (stop_token is not None)
         if sequence.in_flight:
@@ -565,7 +518,7 @@ class Engine:
 
     def _fail(self, sequences: Sequential[Sequence], error: Exception) -> None:
         if not isinstance(error, RekindleError):
-            log.error("a forward failed", exc_info=error)
+            log.error("a request failed", exc_info=error)
         for sequence in sequences:
             if sequence.phase is not Phase.ENDED:
                 if sequence.phase is not Phase.ENDING:
@@ -577,10 +530,19 @@ class Engine:
         try:
             self._end(sequence)
         except Exception as error:
-            log.exception("a slot could not be closed; the engine takes no more requests")
-            with self._lock:
-                self._broken = str(error)
+            self._say_broken(error)
             self._end(sequence)
+
+    def _close_somehow(self, slot: int) -> None:
+        try:
+            self.pipeline.close(slot)
+        except Exception as error:
+            self._say_broken(error)
+
+    def _say_broken(self, error: Exception) -> None:
+        log.error("a slot could not be closed; the engine takes no more requests", exc_info=error)
+        with self._lock:
+            self._broken = str(error)
 
     def _outlive(self, error: StageLost) -> None:
         """A stage is gone, and with it a part of every live state: bring it back and run again what must be."""
@@ -588,10 +550,11 @@ class Engine:
         try:
             self.pipeline.recover()
             self._publisher.abandon()
-        except RekindleError as failure:
+        except Exception as failure:
             self._publisher.abandon()
-            log.error("%s; it could not be brought back: %s", error, failure)
-            self._fail([*self._running, *self._waiting], error)
+            lost = StageLost(f"{error}; it could not be brought back: {failure}")
+            log.error("%s", lost, exc_info=None if isinstance(failure, RekindleError) else failure)
+            self._fail([*self._running, *self._waiting], lost)
             return
         log.warning("%s; it is back, %d requests go on from their newest snapshot", error, len(self._running))
         for sequence in sorted(self._running, key=lambda s: s.submitted_at, reverse=True):
@@ -605,7 +568,8 @@ class Engine:
 
     def _fail_everything(self, error: Exception) -> None:
         self._flights.clear()
-        self._fail([*self._running, *self._waiting], error)
+        # By id too: the step may have failed while a sequence was neither running nor waiting.
+        self._fail(list(dict.fromkeys([*self._running, *self._waiting, *self._by_id.values()])), error)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence in self._running:
@@ -617,9 +581,7 @@ class Engine:
                 self._waiting_count -= 1
         sequence.phase = Phase.ENDED
         sequence.parked = None
-        if sequence.found is not None and sequence.found.hit is not None:
-            sequence.found.hit.release()
-            sequence.found = None
+        self._admission.forget(sequence)
         self._by_id.pop(sequence.request.id, None)
 
     def _leave_slot(self, sequence: Sequence) -> None:
@@ -636,12 +598,6 @@ class Engine:
             # Whoever listens is gone or broken; the others must not suffer for it.
             log.exception("the listener of request %s failed; the request is cancelled", sequence.request.id)
             sequence.cancelled = True
-
-
-def _common_length(a: Sequential[int], b: Sequential[int]) -> int:
-    n = min(len(a), len(b))
-    differs = np.nonzero(np.asarray(a[:n]) != np.asarray(b[:n]))[0]
-    return int(differs[0]) if len(differs) else n
 
 
 def _pages_in_flight(flight: Flight) -> int:

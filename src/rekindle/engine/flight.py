@@ -13,24 +13,39 @@ from rekindle.engine.sequence import Phase, Sequence
 from rekindle.stages import StageOutput
 
 
+class OnHost:
+    """A tensor on its way to host memory, copied behind what the device has in line now and before what comes next."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensor = tensor
+        if tensor.is_cuda:
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            # The copy runs on the tensor's device, which need not be the current one.
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    @property
+    def done(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def get(self) -> torch.Tensor:
+        """The tensor, waited for."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor
+
+
 class Drawn:
     """Tokens on the device, and on their way to the host."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
         self.tokens = tokens  # int64 [rows]
-        self._event: torch.cuda.Event | None = None
-        self._host = tokens
-        if tokens.is_cuda:
-            # Copied now, before the next step is in line behind it; read when the copy is through.
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._host = OnHost(tokens)
 
     def on_host(self) -> list[int]:
-        if self._event is not None:
-            self._event.synchronize()
-        return [int(token) for token in self._host.tolist()]
+        return [int(token) for token in self._host.get().tolist()]
 
 
 class Flight:

@@ -1,23 +1,27 @@
 """Snapshots on their way from the stages to the index.
 
 A capture is asked for while the batch that reaches the boundary is under way; its parts and its logits arrive later
-and separately. When both are here the snapshot is published, under exactly the tokens its state has consumed (law 1).
+and separately, on a GPU as copies that nobody waits for. When all is here the snapshot is published, under exactly
+the tokens its state has consumed (law 1).
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from collections.abc import Sequence as Sequential
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from rekindle.engine.flight import OnHost
 from rekindle.engine.sequence import Phase, Sequence
 from rekindle.errors import SnapshotMismatch
 from rekindle.prefix import PrefixCache
 from rekindle.prompt import BoundaryKind
-from rekindle.snapshots.types import Part, Snapshot, Stretch
+from rekindle.snapshots.types import Part, Snapshot, Stretch, are_complete, wait_for
 from rekindle.stages import Pipeline
 
 log = logging.getLogger("rekindle.engine")
@@ -31,7 +35,19 @@ class _Pending:
     tokens: np.ndarray
     stretches: tuple[Stretch, ...]
     parts: Future[tuple[Part, ...]]
-    logits: torch.Tensor | None = None
+    logits: OnHost | None = None
+
+    def serves(self, prompt: np.ndarray) -> bool:
+        """Whether only its copies are missing, and the prompt could go on from it."""
+        whole = self.logits is not None and self.parts.done()
+        return whole and np.array_equal(self.tokens, prompt[: self.position])
+
+    def wait(self) -> None:
+        """For the parts, if they come, and for their copies."""
+        if self.parts.exception() is None:
+            wait_for(self.parts.result())
+        if self.logits is not None:
+            self.logits.get()
 
 
 class Publisher:
@@ -58,20 +74,28 @@ class Publisher:
     def give_logits(self, sequence: Sequence, position: int, logits: torch.Tensor) -> None:
         for pending in self._pending:
             if pending.sequence is sequence and pending.position == position:
-                pending.logits = logits.detach().to("cpu", torch.float32, copy=True)
+                pending.logits = OnHost(logits.detach().float())
 
     def publish_ready(self) -> None:
         self._pending = [pending for pending in self._pending if not self._publish(pending)]
 
+    def publish_captured(self, tokens: Sequential[int]) -> None:
+        """Also what this prompt could go on from and is being copied still, which takes milliseconds."""
+        prompt = np.asarray(tokens, dtype=np.int32)
+        self._publish_after([pending for pending in self._pending if pending.serves(prompt)])
+
     def abandon(self) -> None:
         """A stage was lost: publish what is whole, forget the captures whose forward never came back."""
-        self.publish_ready()
+        self._publish_after([pending for pending in self._pending if pending.parts.done()])
         self._pending.clear()
 
     def drain(self) -> None:
         """Wait for every capture that was asked for; called when idle and at the end."""
-        for pending in self._pending:
-            pending.parts.exception()
+        self._publish_after(self._pending)
+
+    def _publish_after(self, awaited: Iterable[_Pending]) -> None:
+        for pending in awaited:
+            pending.wait()
         self.publish_ready()
 
     def _publish(self, pending: _Pending) -> bool:
@@ -84,8 +108,16 @@ class Publisher:
         if pending.logits is None:
             # The forward that reaches the boundary is not back yet; or it failed, and the state is not to be trusted.
             return pending.sequence.phase is Phase.ENDED
+        parts = pending.parts.result()
+        if not pending.logits.done or not are_complete(parts):
+            return False  # the copies are under way
+        # A row of its own in ordinary memory: the one it came in serves the next.
+        logits = pending.logits.get().clone()
+        if not logits.isfinite().all():
+            log.error("the state at %d tokens is not published: its logits are not finite", pending.position)
+            return True
         try:
-            snapshot = Snapshot(pending.tokens, pending.parts.result(), pending.logits, self._grid, pending.stretches)
+            snapshot = Snapshot(pending.tokens, parts, logits, self._grid, pending.stretches)
         except SnapshotMismatch as error:
             log.error("the state at %d tokens is not published: %s", pending.position, error)
             return True

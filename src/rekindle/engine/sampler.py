@@ -39,8 +39,11 @@ def needs_history(s: Sampling) -> bool:
 
 def draw(logits: torch.Tensor, sequences: Sequence[Drawable], positions: Sequence[int]) -> torch.Tensor:
     """One token per row of `logits` [rows, vocab], for the given positions: int64 [rows] on the logits' device."""
-    settings = [sequence.sampling for sequence in sequences]
-    logits = _prepared(logits, sequences)
+    with torch.cuda.device_of(logits):  # kernels are launched on the current device
+        return _draw(_prepared(logits, sequences), [sequence.sampling for sequence in sequences], positions)
+
+
+def _draw(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
     if all(s.temperature == 0 for s in settings):
         return argmax(logits)
     # Settings stay on the host: the sampler reads them there to choose a cheaper path.

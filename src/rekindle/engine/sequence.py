@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -50,7 +51,8 @@ class Sequence:
     stretches: list[Stretch] = field(default_factory=list)
     logits: torch.Tensor | None = None  # [vocab] after `settled` tokens, while they may still be needed
     parked: Snapshot | None = None  # all state, while the sequence was set aside for want of pages
-    found: Lookup | None = None  # what the index knew, while pages were short at admission
+    found: Lookup | None = None  # what the index knew, until it is restored: pages may be short
+    loading: Future[Lookup] | None = None  # what the index knows, while it is being read from disk
     audit: Audit | None = None  # what this run is compared with; it restores and publishes nothing
     captured: int = 0  # the longest prefix that was captured for this request
     cancelled: bool = False

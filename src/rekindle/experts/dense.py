@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from rekindle.experts.helper import LayerHelper
 from rekindle.experts.host import HostExecutor, rows_of, through
 from rekindle.experts.residency import Residency
 from rekindle.experts.stored import StoredExperts, Three
@@ -22,6 +23,7 @@ class DenseWeights:
 
     recordable = False  # which experts occur is asked on the host
     portions = 1  # or an expert's rows would be multiplied in other groups than with all experts hot
+    helper: LayerHelper | None = None
 
     def __init__(
         self, stored: StoredExperts, residency: Residency, device: torch.device, dtype: torch.dtype, keep: int = 0

@@ -2,12 +2,14 @@
 
 Three ways to run the cold ones:
 
-    RING    few pairs: the missing experts are brought into ring slots, then all pairs run as if every expert were hot.
-            The host is not asked, so the step can be recorded and replayed.
+    RING    few pairs: missing experts are brought into ring slots, then the pairs run as if every expert were hot. A
+            share of the missing, as measured, is meanwhile computed by CPU threads that the device asks through a
+            mailbox. Python is not asked, so the step can be recorded and replayed.
     STREAM  many pairs: the cold experts pass through a small staging area, group by group, while the resident run.
     HOST    the cold experts are computed on the CPU while the resident run; the most used one then enters the ring.
 
-A forward's way depends on its number of rows alone: a measured cost model decides between bringing and computing.
+A forward's way depends on its number of rows alone. Without such threads, or with more rows than the ring takes, a
+measured cost model decides between bringing and computing.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from rekindle.experts.cost import CostModel
 from rekindle.experts.counts import LayerCounter
+from rekindle.experts.helper import LayerHelper
 from rekindle.experts.residency import Residency
 from rekindle.experts.swaps import choose_swaps
 from rekindle.kernels.matmul import multiply, swiglu
@@ -42,6 +45,7 @@ class Weights(Protocol):
     expert_bytes: int  # of one expert, over the link
     recordable: bool  # bringing an expert into the ring does not ask the host
     portions: int  # turns in which a batch may go through the ring
+    helper: LayerHelper | None  # CPU threads that take a share of the missing experts
 
     def take_in(self, load: Tensor) -> None:
         """Put expert load[i], unless it is -1, into ring slot i."""
@@ -83,9 +87,16 @@ class ExpertSet:
     def way(self, rows: int) -> Way:
         pairs, experts = rows * self.used, self.residency.experts
         cold = experts - len(self.residency.hot)
+        fits = 0 < rows <= self.weights.portions * self._at_once
+        if fits and self.weights.helper is not None:
+            return Way.RING
         if self.cost.prefers_host(pairs, cold, experts, self.weights.expert_bytes):
             return Way.HOST
-        return Way.RING if 0 < rows <= self.weights.portions * self._at_once else Way.STREAM
+        return Way.RING if fits else Way.STREAM
+
+    def way_name(self, rows: int) -> str:
+        way, helper = self.way(rows), self.weights.helper
+        return "ring and cpu" if way is Way.RING and helper is not None and helper.share else way.name.lower()
 
     @property
     def _at_once(self) -> int:
@@ -108,9 +119,15 @@ class ExpertSet:
         return total
 
     def _by_ring(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        slots, load = self.residency.admit(ids, self.counter.tally)
+        helper = self.weights.helper
+        slots, load = self.residency.admit(ids, self.counter.tally, helper.share if helper else 0)
+        if helper is not None and helper.share:
+            weights = helper.ask(h, ids, slots, weights)
         self.weights.take_in(load)
-        return moe(h, slots, weights, *self.weights.stacks, self.shared)
+        total = moe(h, slots, weights, *self.weights.stacks, self.shared)
+        if helper is not None and helper.share:
+            helper.collect(total)
+        return total
 
     def _with_shared(self, h: Tensor, total: Tensor) -> Tensor:
         share = torch.sigmoid(h.float() @ self.shared.scale.float())[:, None]
@@ -122,6 +139,8 @@ class ExpertSet:
     def settle(self, rows: int) -> None:
         """So many rows have passed; when the counts say so, a few experts change places."""
         self._finish_arrival()
+        if self.weights.helper is not None:
+            self.weights.helper.check()
         if not self.counter.poll(rows):
             return
         for goes, comes in choose_swaps(self.counter.row, self.residency.hot):

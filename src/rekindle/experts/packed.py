@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import mmap
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from rekindle.errors import DoesNotFit
+from rekindle.experts.helper import Helper, LayerHelper
 from rekindle.experts.host import HostExecutor, rows_of
+from rekindle.experts.memory import HostMemory, whole_lines
 from rekindle.experts.residency import Residency
 from rekindle.experts.stored import StoredExperts, StoredPart, Three
 from rekindle.kernels.matmul.naive import packed_values
@@ -21,8 +19,9 @@ from rekindle.kernels.matmul.packing import pack
 from rekindle.kernels.matmul.types import Packed
 from rekindle.kernels.matmul.upload import upload
 from rekindle.kernels.moe import ExpertStack
+from rekindle.kernels.moe.crew import describe
 
-STAGED = 8  # experts in each of the two halves of the staging area
+STAGED = 16  # experts in each of the two halves of the staging area, or all of a layer with fewer
 AT_A_TIME = 32  # experts packed at a time while loading
 ELSEWHERE = -(1 << 30)  # a place that no group of the staging area has
 Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
@@ -42,34 +41,46 @@ class PackedWeights:
         self._memory = HostMemory(sum(_host_bytes(part, len(self._cold)) for part in stored.parts), device)
         gate, up, down = (_load_part(part, residency, self._cold, device, self._memory) for part in stored.parts)
         self.stacks: Stacks = (gate[0], up[0], down[0])
-        self._host_stacks: Stacks = (gate[1], up[1], down[1])
-        self.expert_bytes = sum(stack.nbytes for stack in self._host_stacks) // len(self._cold)
+        self.host_stacks: Stacks = (gate[1], up[1], down[1])
+        self.expert_bytes = sum(stack.nbytes for stack in self.host_stacks) // len(self._cold)
         places = torch.full((stored.count,), -1, dtype=torch.int32)
         places[torch.tensor(self._cold)] = torch.arange(len(self._cold), dtype=torch.int32)
         self.places = places.to(device)  # expert -> where it lies in host memory
         self._at_place = torch.tensor(self._cold, dtype=torch.int32, device=device)
-        self._staging = staging or Staging(self.stacks, device)
-        self._to_ring = make_pieces(self._host_stacks, self.stacks, len(residency.hot), device)
-        self._to_staging = [make_pieces(self._host_stacks, half, 0, device) for half in self._staging.halves]
+        self._staging = staging or Staging(self.stacks, min(STAGED, stored.count), device)
+        self._to_ring = make_pieces(self.host_stacks, self.stacks, len(residency.hot), device)
+        self._to_staging = [make_pieces(self.host_stacks, half, 0, device) for half in self._staging.halves]
         self.host_executor = HostExecutor(self._values, keep)
+        self.helper: LayerHelper | None = None
 
     @property
     def staging(self) -> Staging:
         return self._staging
 
+    @property
+    def cold(self) -> int:
+        return len(self._cold)
+
     def take_in(self, load: Tensor) -> None:
         _gpu().fetch(self._to_ring, load, self.places)
 
-    def fill_staging(self) -> int:
-        """One half of the staging area filled with cold experts, whoever they are; gives the bytes that moved."""
-        some = self._at_place[:STAGED]
+    def let_help(self, helper: Helper, share: int) -> None:
+        """From now on the CPU takes its share of every step through the ring, if it can read this layer's types."""
+        layer = describe(self.host_stacks)
+        self.helper = None if layer is None else LayerHelper(helper, layer, self.places, share)
+
+    def fill_staging(self, experts: int = STAGED, first: int = 0) -> int:
+        """Cold experts, whoever lies from place `first` on, into one half of the staging area; gives their bytes."""
+        some = self._at_place[first : first + min(experts, self._staging.slots)]
+        if not len(some):
+            return 0
         _gpu().fetch(self._to_staging[0], some, self.places)
         return len(some) * self.expert_bytes
 
     def swap(self, slot: int, goes: int, comes: int) -> None:
         """The expert that goes takes the host place of the one that comes. All in the order of the stream."""
         place = self._cold.index(comes)
-        for here, there in zip(self.stacks, self._host_stacks, strict=True):
+        for here, there in zip(self.stacks, self.host_stacks, strict=True):
             for mine, other in zip(_by_expert(here), _by_expert(there), strict=True):
                 coming = other[place].to(mine.device, non_blocking=True, copy=True)
                 other[place].copy_(mine[slot], non_blocking=True)
@@ -80,21 +91,34 @@ class PackedWeights:
         self._at_place[place] = goes
 
     def stream(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """float32 [rows, hidden]. Cold experts arrive in one half of the staging area while the other works."""
+        """float32 [rows, hidden]. Cold experts arrive in one half of the staging area while the other works.
+
+        Many pairs need nearly all of them: then whole groups are copied, which keeps no processor of the device busy.
+        """
         slots = self._residency.slots_of(ids)
         places = self.places.index_select(0, ids.flatten()).view(ids.shape).masked_fill(slots >= 0, ELSEWHERE)
         load = self._missing(ids)
+        nearly_all = ids.numel() >= 2 * self._residency.experts
         shares = torch.empty(ids.numel(), h.shape[1], dtype=torch.float32, device=h.device)
-        lanes = self._staging.lanes
+        lanes, staged = self._staging.lanes, self._staging.slots
         lanes.begin(load)
         self._run(h, slots, weights, self.stacks, shares)
-        for first in range(0, len(self._cold), STAGED):
+        for first in range(0, len(self._cold), staged):
             half = lanes.turn()
             with lanes.copying(half):
-                _gpu().fetch(self._to_staging[half], load[first : first + STAGED], self.places)
+                if nearly_all:
+                    self._copy_group(half, first)
+                else:
+                    _gpu().fetch(self._to_staging[half], load[first : first + staged], self.places)
             with lanes.computing(half):
                 self._run(h, places - first, weights, self._staging.halves[half], shares)
         return shares.view(*ids.shape, -1).sum(1)
+
+    def _copy_group(self, half: int, first: int) -> None:
+        for far, near in zip(self.host_stacks, self._staging.halves[half], strict=True):
+            for source, target in zip(_by_expert(far), _by_expert(near), strict=True):
+                some = source[first : first + self._staging.slots]
+                target[: len(some)].copy_(some, non_blocking=True)
 
     def host(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """float32 [rows, hidden]. What is on the device runs there while the CPU does the rest."""
@@ -128,23 +152,24 @@ class PackedWeights:
         order, starts = kernels.group(slots, gate.experts)
         inner = torch.empty(slots.numel(), gate.rows, dtype=h.dtype, device=h.device)
         tile = kernels.up_config(density, expanding)
-        kernels._grouped(h, order, starts, weights, inner, [gate, up], used, tile, expanding)
+        kernels.run_grouped(h, order, starts, weights, inner, [gate, up], used, tile, expanding)
         tile = kernels.down_config(density, expanding)
-        kernels._grouped(inner, order, starts, weights, shares, [down], used, tile, expanding)
+        kernels.run_grouped(inner, order, starts, weights, shares, [down], used, tile, expanding)
 
     def _values(self, expert: int) -> Three:
         place = self._cold.index(expert)
-        gate, up, down = (packed_values(_one(stack, place)) for stack in self._host_stacks)
+        gate, up, down = (packed_values(_one(stack, place)) for stack in self.host_stacks)
         return gate, up, down
 
 
 class Staging:
     """Two halves of a few slots each, shared by all layers of a stage whose experts look alike."""
 
-    def __init__(self, like: Stacks, device: torch.device) -> None:
+    def __init__(self, like: Stacks, slots: int, device: torch.device) -> None:
+        self.slots = slots  # of one half
         self.halves: list[Stacks] = []
         for _ in range(2):
-            gate, up, down = (_empty_stack(stack, STAGED, _on(device)) for stack in like)
+            gate, up, down = (_empty_stack(stack, slots, _on(device)) for stack in like)
             self.halves.append((gate, up, down))
         self.lanes = _Lanes(device) if device.type == "cuda" else _OneLane()
 
@@ -203,50 +228,10 @@ class _Lanes(_OneLane):
 # ---- planes ------------------------------------------------------------------------------------------------------
 
 
-class HostMemory:
-    """Pages of their own, which the device may read by itself: pinned as long as this object lives."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        pages = mmap.mmap(-1, max(mmap.PAGESIZE, nbytes))
-        pages.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
-        self._taken = 0
-        if device.type == "cuda":
-            _pin(self._bytes)
-            weakref.finalize(self, _unpin, self._bytes.data_ptr()).atexit = False
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The next piece, not yet filled."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        start, self._taken = self._taken, self._taken + _whole_lines(nbytes)
-        assert self._taken <= len(self._bytes), (
-            f"{self._taken} bytes of host memory taken, {len(self._bytes)} are there"
-        )
-        return self._bytes[start : start + nbytes].view(dtype).view(*shape)
-
-
-def _pin(memory: Tensor) -> None:
-    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-    if code:
-        raise DoesNotFit(
-            f"{memory.nbytes} bytes of host memory for cold experts cannot be pinned (CUDA error {code}); "
-            "the limit on locked memory may be too low"
-        )
-
-
-def _unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def _whole_lines(nbytes: int) -> int:
-    """Planes begin at whole 256 bytes."""
-    return -(-nbytes // 256) * 256
-
-
 def _host_bytes(part: StoredPart, experts: int) -> int:
     """What one part of so many experts takes in planes; asked of a single row."""
     row = pack(torch.from_numpy(part.raw[:1].copy()), part.type, part.shape[2])
-    return sum(_whole_lines(plane.nbytes * part.shape[1] * experts) for plane in row.planes)
+    return sum(whole_lines(plane.nbytes * part.shape[1] * experts) for plane in row.planes)
 
 
 def _load_part(
@@ -266,7 +251,9 @@ def _load_part(
             here = _empty_stack(some, residency.slots, _on(device))
             there = _empty_stack(some, len(cold), memory.take)
         _move(some, here, [(expert - start, slot_of[expert]) for expert in range(start, stop) if expert in slot_of])
-        _move(some, there, [(expert - start, place_of[expert]) for expert in range(start, stop) if expert in place_of])
+        _move_run(
+            some, there, [(expert - start, place_of[expert]) for expert in range(start, stop) if expert in place_of]
+        )
     assert here is not None, f"a stack of {experts} experts"
     assert there is not None, f"a stack of {experts} experts"
     return here, there
@@ -280,8 +267,18 @@ def _move(source: ExpertStack, target: ExpertStack, pairs: Sequence[tuple[int, i
         other.index_copy_(0, where.to(other.device), mine.index_select(0, which.to(mine.device)).to(other.device))
 
 
+def _move_run(source: ExpertStack, target: ExpertStack, pairs: Sequence[tuple[int, int]]) -> None:
+    """The same to places that follow one another in pinned memory: straight from the device."""
+    if not pairs:
+        return
+    which, first = torch.tensor([expert for expert, _ in pairs]), pairs[0][1]
+    for mine, other in zip(_by_expert(source), _by_expert(target), strict=True):
+        other[first : first + len(pairs)].copy_(mine.index_select(0, which.to(mine.device)))
+
+
 def _on(device: torch.device) -> Allocate:
-    return lambda shape, dtype: torch.empty(*shape, dtype=dtype, device=device)
+    """Zeros: a slot that holds no expert yet may be read, with no weight."""
+    return lambda shape, dtype: torch.zeros(*shape, dtype=dtype, device=device)
 
 
 def _empty_stack(like: ExpertStack, experts: int, allocate: Allocate) -> ExpertStack:

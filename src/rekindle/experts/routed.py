@@ -11,8 +11,9 @@ from rekindle.experts.cost import CostModel
 from rekindle.experts.counts import LayerCounter, RoutingCounts
 from rekindle.experts.dense import DenseWeights
 from rekindle.experts.expert_set import ExpertSet
+from rekindle.experts.helper import Helper
 from rekindle.experts.packed import PackedWeights, Staging
-from rekindle.experts.probe import measure_costs
+from rekindle.experts.probe import measure_costs, measure_share
 from rekindle.experts.residency import Residency
 from rekindle.experts.stored import StoredExperts, stored_experts
 from rekindle.kernels.matmul import Matrix, make_matrix, stays_quantised
@@ -38,7 +39,7 @@ class RoutedFfn:
 
     def can_record(self, rows: int) -> bool:
         """Dense experts are looped over on the host."""
-        return self.gate.packed is not None
+        return all(stack.packed is not None for stack in (self.gate, self.up, self.down))
 
     def settle(self, rows: int) -> None:
         if self.counter is not None:
@@ -60,7 +61,10 @@ class SpanExperts:
     counts: RoutingCounts
     cost: CostModel | None = None  # measured at the first layer if left out
     keep: int = 0  # expanded experts that the CPU keeps per layer
+    helps: bool = True  # CPU threads may take a share of a step
     _staging: dict[object, Staging] = field(default_factory=dict)
+    _helper: Helper | None = None
+    _share: int | None = None  # measured at the first layer
 
     def has_cold(self, experts: int) -> bool:
         return any(len(hot) < experts for hot in self.hot)
@@ -70,6 +74,19 @@ class SpanExperts:
 
     def keep_staging(self, stored: StoredExperts, staging: Staging) -> None:
         self._staging[_kind(stored)] = staging
+
+    def bring_helper(self, weights: PackedWeights, used: int, hidden: int, width: int, device: torch.device) -> None:
+        """Give the layer the helper of the span; the first one starts it and measures what it is worth."""
+        pairs = max(self.ring)
+        if not self.helps or pairs < used:
+            return
+        if self._share is None:
+            self._helper = Helper.start(pairs // used, pairs, hidden, width, device)
+            self._share = measure_share(weights, self._helper, hidden, device) if self._helper else 0
+            if not self._share:
+                self._helper = None  # its threads end
+        if self._helper is not None:
+            weights.let_help(self._helper, self._share)
 
 
 def load_routed_ffn(
@@ -130,6 +147,8 @@ def make_expert_set(
         weights = PackedWeights(stored, residency, device, plan.staging_like(stored), plan.keep)
         plan.keep_staging(stored, weights.staging)
         plan.cost = plan.cost or measure_costs(weights, residency, router.shape[1], dtype)
+        if 2 * len(residency.hot) < stored.count:  # a token that misses fewer than half has them by link as soon
+            plan.bring_helper(weights, used, router.shape[1], stored.parts[0].shape[1], device)
     else:
         weights = DenseWeights(stored, residency, device, dtype, plan.keep)
     return ExpertSet(router, used, weights, residency, shared, plan.cost or CostModel.same_memory(), counter)

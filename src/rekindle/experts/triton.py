@@ -1,7 +1,7 @@
-"""Finding and fetching experts on a GPU, without the host.
+"""Finding and fetching experts on a GPU, without asking Python.
 
 Cold weights lie in pinned host memory that the device can address, so a kernel which finds that an expert is missing
-reads it over the link by itself.
+reads it over the link by itself, or puts it on the list of a crew of CPU threads.
 """
 
 from __future__ import annotations
@@ -12,19 +12,27 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rekindle.kernels.device import starting_early
 
 if TYPE_CHECKING:
+    from rekindle.experts.helper import LayerHelper
     from rekindle.experts.residency import Residency
 
 PIECE = 4096  # 32-bit words one program copies
+PATIENCE = 20_000_000  # looks at host memory, of about a microsecond each
 
 
 @triton.jit
 def _admit_kernel(  # type: ignore[no-untyped-def]
-    ids, table, owner, used_at, step, tally, slots, load, pairs, experts, ring, hot,
-    E: tl.constexpr, R: tl.constexpr, P: tl.constexpr, RB: tl.constexpr,
+    ids, table, owner, used_at, step, tally, slots, load, pairs, experts, ring, hot, share,
+    E: tl.constexpr, R: tl.constexpr, P: tl.constexpr, RB: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: what `Residency._admit` does."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     now = tl.load(step) + 1
     e = tl.arange(0, E)
     p = tl.arange(0, P)
@@ -32,6 +40,10 @@ def _admit_kernel(  # type: ignore[no-untyped-def]
     chosen = tl.sum((id[None, :] == e[:, None]).to(tl.int32), 1)
     tl.store(tally + e, tl.load(tally + e, e < experts, other=0) + chosen, e < experts)
     missing = (chosen > 0) & (tl.load(table + e, e < experts, other=0) < 0)
+    turn = tl.cumsum(missing.to(tl.int32), 0) - 1
+    count = tl.sum(missing.to(tl.int32), 0)
+    left = (count * share + 128) // 256
+    missing = missing & ((turn + now) % tl.maximum(count, 1) >= left)
     turn = tl.cumsum(missing.to(tl.int32), 0) - 1
     s = tl.arange(0, R)
     s_owner = tl.load(owner + s, s < ring, other=-1)
@@ -57,25 +69,28 @@ def _admit_kernel(  # type: ignore[no-untyped-def]
     tl.store(slots + p, tl.load(table + id, p < pairs, other=-1), p < pairs)
 
 
-def admit(residency: Residency, ids: Tensor, tally: Tensor) -> tuple[Tensor, Tensor]:
+def admit(residency: Residency, ids: Tensor, tally: Tensor, share: int) -> tuple[Tensor, Tensor]:
     slots, load = torch.empty_like(ids), torch.empty_like(residency.owner)
     ring = triton.next_power_of_2(residency.ring)
     _admit_kernel[(1,)](
         ids, residency.table, residency.owner, residency.used_at, residency.step, tally, slots, load,
-        ids.numel(), residency.experts, residency.ring, len(residency.hot),
+        ids.numel(), residency.experts, residency.ring, len(residency.hot), share,
         E=triton.next_power_of_2(residency.experts), R=ring, P=triton.next_power_of_2(ids.numel()), RB=min(16, ring),
-        num_warps=4,
+        num_warps=4, **starting_early(ids.device),
     )  # fmt: skip
     return slots, load
 
 
 @triton.jit
-def _fetch_kernel(pieces, load, places, B: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fetch_kernel(pieces, load, places, B: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """One piece of the expert that slot number program_id(1) is to take in.
 
     pieces int64 [n, 5]: address there, address here, words of one expert, the piece's first word, its words; all of
     them stand for whole 16 bytes.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     expert = tl.load(load + tl.program_id(1))
     if expert >= 0:
         piece = pieces + tl.program_id(0) * 5
@@ -92,4 +107,105 @@ def _fetch_kernel(pieces, load, places, B: tl.constexpr):  # type: ignore[no-unt
 
 def fetch(pieces: Tensor, load: Tensor, places: Tensor) -> None:
     """Bring the experts in `load` (-1: none) to the slots they stand at, from their `places` in host memory."""
-    _fetch_kernel[(pieces.shape[0], load.shape[0])](pieces, load, places, B=PIECE, num_warps=8)
+    _fetch_kernel[(pieces.shape[0], load.shape[0])](
+        pieces, load, places, B=PIECE, num_warps=8, **starting_early(load.device)
+    )
+
+
+@triton.jit
+def _ask_kernel(  # type: ignore[no-untyped-def]
+    h, ids, slots, weights, kept, places, layer, count, asked, head, place, row, weight, x, number, gone,
+    pairs, rows, hidden, USED: tl.constexpr, P: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program: the pairs that have no slot go into the mailbox; here they keep slot 0 with no weight.
+
+    asked, head, place, row, weight and x are addresses in host memory, which mean the same here.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    asked = asked.to(tl.pointer_type(tl.int32))
+    head = head.to(tl.pointer_type(tl.int64))
+    place = place.to(tl.pointer_type(tl.int32))
+    row = row.to(tl.pointer_type(tl.int32))
+    weight = weight.to(tl.pointer_type(tl.float32))
+    x = x.to(tl.pointer_type(tl.float32))
+    p = tl.arange(0, P)
+    slot = tl.load(slots + p, p < pairs, other=0)
+    away = (slot < 0) & (p < pairs)
+    w = tl.load(weights + p, p < pairs, other=0.0)
+    turn = tl.cumsum(away.to(tl.int32), 0) - 1
+    some = tl.sum(away.to(tl.int32), 0)
+    is_there = tl.load(gone) == 0  # or the mailbox is left alone: a thread may still read a request that was given up
+    tl.store(count, some)
+    tl.store(place + turn, tl.load(places + tl.load(ids + p, away, other=0), away, other=0), away & is_there)
+    tl.store(row + turn, p // USED, away & is_there)
+    tl.store(weight + turn, w, away & is_there)
+    tl.store(slots + p, tl.maximum(slot, 0), p < pairs)
+    tl.store(kept + p, tl.where(away, 0.0, w), p < pairs)
+    if (some > 0) & is_there:
+        for start in range(0, rows * hidden, B):
+            k = start + tl.arange(0, B)
+            tl.store(x + k, tl.load(h + k, k < rows * hidden, other=0.0).to(tl.float32), k < rows * hidden)
+        tl.store(head, layer)
+        tl.store(head + 1, some)
+        tl.store(head + 2, rows)
+        tl.debug_barrier()  # all of it is written, and by the release everyone sees it, before the host is asked
+        request = tl.atomic_add(number, 1, sem="acq_rel", scope="sys") + 1
+        tl.debug_barrier()
+        tl.store(asked, request)
+
+
+def ask(helper: LayerHelper, h: Tensor, ids: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+    """The weights that are left for the device. `slots` are those of `admit`, and all name one afterwards."""
+    box, kept = helper.box, torch.empty_like(weights)
+    rows, hidden = h.shape
+    _ask_kernel[(1,)](
+        h.contiguous(), ids, slots, weights, kept, helper.places, helper.layer.data_ptr(), helper.count,
+        *(part.data_ptr() for part in (box.asked, box.head, box.place, box.row, box.weight, box.x)),
+        helper.number, helper.gone, ids.numel(), rows, hidden,
+        USED=ids.shape[1], P=triton.next_power_of_2(ids.numel()), B=1024, num_warps=4,
+        **starting_early(h.device),
+    )  # fmt: skip
+    return kept
+
+
+@triton.jit
+def _collect_kernel(  # type: ignore[no-untyped-def]
+    total, out, done, lost, number, count, gone, size, patience, B: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """Add what the host has computed, once it has. A host that does not answer is said, and never waited for again;
+    the sum is then not a number, so that nothing plausible comes of it.
+
+    out, done and lost are addresses in host memory.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    out = out.to(tl.pointer_type(tl.float32))
+    done = done.to(tl.pointer_type(tl.int32))
+    lost = lost.to(tl.pointer_type(tl.int32))
+    if tl.load(count) > 0:
+        want = tl.load(number)
+        seen = tl.load(done, volatile=True)
+        was_gone = tl.load(gone) != 0
+        tries = tl.where(was_gone, patience, 0)
+        while (seen != want) & (tries < patience):
+            seen = tl.load(done, volatile=True)
+            tries += 1
+        if seen != want:
+            tl.store(gone, 1)
+            tl.store(lost, 1)
+        k = tl.program_id(0) * B + tl.arange(0, B)
+        share = tl.load(out + k, k < size, other=0.0, volatile=True)
+        share = tl.where(was_gone | (seen != want), float("nan"), share)
+        tl.store(total + k, tl.load(total + k, k < size, other=0.0).to(tl.float32) + share, k < size)
+
+
+def collect(helper: LayerHelper, total: Tensor) -> None:
+    """total [rows, hidden] gets the share of the pairs that `ask` sent away."""
+    box, block = helper.box, min(1024, triton.next_power_of_2(total.numel()))
+    _collect_kernel[(triton.cdiv(total.numel(), block),)](
+        total, box.out.data_ptr(), box.done.data_ptr(), box.lost.data_ptr(), helper.number, helper.count,
+        helper.gone, total.numel(), PATIENCE, B=block, num_warps=4, **starting_early(total.device),
+    )  # fmt: skip

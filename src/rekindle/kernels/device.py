@@ -25,7 +25,11 @@ def _shared_memory(device: torch.device) -> int:
 def starting_early(device: torch.device) -> dict[str, bool]:
     """Launch arguments of a kernel of the decode step: from Hopper on its programs take their places while the launch
     before still runs. A kernel that takes EARLY lets the launch behind it do the same, and waits (gdc_wait) before it
-    touches anything that an earlier launch writes or reads; weights it may read at once."""
+    touches anything that an earlier launch writes or reads; weights it may read at once.
+
+    One exception: gated_delta_step reads the state of its slot before it waits. The step before wrote that, and every
+    forward begins with a plain copy (its inputs), which waits for all that went before and for which all behind it
+    wait. So between two steps on one state such a launch must lie, one that does not start early."""
     return {"EARLY": True, "launch_pdl": True} if _has_dependent_launch(device) else {"EARLY": False}
 
 

@@ -1,4 +1,4 @@
-"""A ragged batch as the kernels see it: tensors on the device, with the host's copy of the sizes beside them."""
+"""A ragged batch as the kernels see it: tensors on the device, with the host's bound of the sizes beside them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ import torch
 class Ragged:
     """Rows of several sequences behind one another; segment i is rows [starts[i], starts[i + 1]).
 
-    The state of segment i lives in slot slots[i]; its KV in the pages tables[i]. In a replayed graph the tensors
-    are static buffers and only their values change, so kernels read sizes from the tensors, never from `lengths`.
+    The state of segment i lives in slot slots[i]; its KV in the pages tables[i]. A table lists the attended pages in
+    ascending position and no others, so a row has two numbers: its position, by which it is turned, and its place in
+    the table (position less PAGE for every page left out before it), by which it is stored and sees what is stored.
+
+    In a replayed graph the tensors are static buffers and only their values change, so kernels read sizes from the
+    tensors; `lengths` bounds them, for grids and for the choice of a kernel.
     """
 
     starts: torch.Tensor  # int32 [segments + 1]
     slots: torch.Tensor  # int32 [segments]
-    positions: torch.Tensor  # int32 [segments], tokens consumed before the segment
     row_positions: torch.Tensor  # int32 [rows], absolute position of every row
+    row_places: torch.Tensor  # int32 [rows], place of every row in its table
     row_segments: torch.Tensor  # int32 [rows], segment of every row
-    tables: torch.Tensor  # int32 [segments, pages of the longest], page of every PAGE positions; rest undefined
-    lengths: tuple[int, ...]  # host: rows of every segment
-    befores: tuple[int, ...]  # host: positions, again
-    slot_list: tuple[int, ...]  # host: slots, again
+    tables: torch.Tensor  # int32 [segments, pages of the longest], page of every PAGE places; rest undefined
+    lengths: tuple[int, ...]  # host: at most so many rows in every segment; the rows of a padding segment count none
     rewindable: bool = False  # the batch's rows are kept for rewind
+    noted: torch.Tensor | None = None  # int32 [2, segments]: a row whose query is noted, and where
 
     @property
     def segments(self) -> int:
@@ -33,4 +36,10 @@ class Ragged:
     @property
     def decodes(self) -> bool:
         """Every segment is a single row."""
-        return self.row_positions.shape[0] == len(self.lengths)
+        return all(length == 1 for length in self.lengths)
+
+    def walk(self) -> list[tuple[int, int, slice]]:
+        """Number, slot and rows of every segment that has rows; for kernels that run on the host."""
+        starts = self.starts.tolist()
+        pieces = zip(self.slots.tolist(), starts[:-1], starts[1:], strict=True)
+        return [(i, slot, slice(start, stop)) for i, (slot, start, stop) in enumerate(pieces) if stop > start]

@@ -11,14 +11,13 @@ from typing import Protocol
 
 import torch
 
-from rekindle.kernels.attention import sigmoid_gate
 from rekindle.kernels.conv import conv_silu
 from rekindle.kernels.gated_delta import gated_delta_rows, gated_delta_step
 from rekindle.kernels.matmul import Matrix, multiply, multiply_all, swiglu
 from rekindle.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 from rekindle.kernels.ragged import Ragged
 from rekindle.kernels.rope import norm_rope_store
-from rekindle.models.state import DeltaState, KeptRows, KvState, LayerState
+from rekindle.models.state import DeltaState, KvState, LayerState
 from rekindle.spec import AttentionSpec, DeltaSpec
 
 
@@ -53,9 +52,8 @@ class AttentionBlock:
         query = norm_rope_store(
             q[:, :, : spec.head_dim], k, v, self.q_norm, self.k_norm, self.eps, self.frequencies, state.kv, rows
         )
-        mixed = state.attend(query, rows, spec.head_dim**-0.5)
-        flat = sigmoid_gate(mixed, q[:, :, spec.head_dim :]) if spec.gated else mixed.reshape(n, -1)
-        return multiply(flat, self.out)
+        gate = q[:, :, spec.head_dim :] if spec.gated else None
+        return multiply(state.attend(query, rows, spec.head_dim**-0.5, gate), self.out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +88,10 @@ class DeltaBlock:
         self, inputs: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rows: Ragged, state: DeltaState
     ) -> torch.Tensor:
         """The same, and every segment's rows stay beside the state so that rewind can rebuild it exactly."""
-        befores = [(state.states[slot].clone(), state.windows[slot].clone()) for slot in rows.slot_list]
-        conv = conv_silu(inputs, self.conv, state.windows, rows)
-        mixed, kept = gated_delta_rows(conv, a, b, self.decay, self.dt_bias, state.states, rows, self.spec)
-        start = 0
-        for (matrix, window), slot, length, position in zip(
-            befores, rows.slot_list, rows.lengths, rows.befores, strict=True
-        ):
-            part = slice(start, start + length)
-            state.kept[slot] = KeptRows(
-                position, matrix, window, inputs[part], kept.k[part], kept.delta[part], kept.g[part]
-            )
-            start += length
-        return mixed
+        kept = state.kept
+        assert kept is not None, "whoever lays out a rewindable batch makes room for its rows"
+        conv = conv_silu(inputs, self.conv, state.windows, rows, kept)
+        return gated_delta_rows(conv, a, b, self.decay, self.dt_bias, state.states, rows, self.spec, kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,15 @@ class ModelSpan:
     def can_record(self, rows: int) -> bool:
         """A step of so many rows runs without an answer from the host, so it may be recorded and replayed."""
         return all(ffn.can_record(rows) for ffn in self.routed)
+
+    def ways(self, rows: int) -> Counter[str]:
+        """How the layers with cold experts run so many rows: layers by way."""
+        return Counter(ffn.way_name(rows) for ffn in self.routed if isinstance(ffn, ExpertSet))
+
+    @property
+    def swaps(self) -> int:
+        """Experts that have changed places so far."""
+        return sum(ffn.swaps for ffn in self.routed if isinstance(ffn, ExpertSet))
 
     def settle(self, rows: int) -> None:
         """Between forwards: counts are brought up to date and experts change places. `run` calls it by itself; a

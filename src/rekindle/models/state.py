@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from rekindle.kernels.kept import KeptRows
 from rekindle.kernels.ragged import Ragged
 from rekindle.pool import PoolReader
 from rekindle.spec import DeltaSpec
@@ -23,22 +24,9 @@ class KvState:
         """[places + 1, 2, PAGE, kv_heads, row]; open pages are always in it, so rows are stored here."""
         return self.reader.pool.kv[self.index]
 
-    def attend(self, query: torch.Tensor, rows: Ragged, scale: float) -> torch.Tensor:
-        """query [rows, heads, dim] over every page that counts, wherever it lies."""
-        return self.reader.attend(self.index, query, rows, scale)
-
-
-@dataclass(slots=True)
-class KeptRows:
-    """What rewind needs to rebuild the state inside a segment: the state before it, and its rows."""
-
-    position: int  # where the segment began
-    state: torch.Tensor  # [value_heads, key_dim, value_dim] before the segment
-    window: torch.Tensor  # [conv_width - 1, channels] before the segment
-    inputs: torch.Tensor  # [rows, channels] raw convolution inputs
-    k: torch.Tensor  # [rows, key_heads, key_dim]
-    delta: torch.Tensor  # [rows, value_heads, value_dim]
-    g: torch.Tensor  # [rows, value_heads]
+    def attend(self, query: torch.Tensor, rows: Ragged, scale: float, gate: torch.Tensor | None) -> torch.Tensor:
+        """query [rows, heads, dim] over every page that counts, wherever it lies, gated -> [rows, heads · dim]."""
+        return self.reader.attend(self.index, query, rows, scale, gate)
 
 
 @dataclass(slots=True)
@@ -47,7 +35,7 @@ class DeltaState:
 
     states: torch.Tensor  # [slots + 1, value_heads, key_dim, value_dim] float32
     windows: torch.Tensor  # [slots + 1, conv_width - 1, channels] float32
-    kept: dict[int, KeptRows] = field(default_factory=dict)  # by slot; dropped at the slot's next forward
+    kept: KeptRows | None = None  # what rewind goes back into, once a block was to be kept
 
     @classmethod
     def zeros(cls, spec: DeltaSpec, slots: int, device: torch.device) -> DeltaState:
@@ -59,7 +47,13 @@ class DeltaState:
     def reset(self, slot: int) -> None:
         self.states[slot].zero_()
         self.windows[slot].zero_()
-        self.kept.pop(slot, None)
+
+    def make_room(self, spec: DeltaSpec, rows: int) -> None:
+        """For blocks of so many rows in every slot."""
+        if self.kept is None:
+            self.kept = KeptRows.zeros(spec, self.states.shape[0], rows, self.states.device)
+        else:
+            self.kept = self.kept.grown(rows)
 
 
 LayerState = KvState | DeltaState

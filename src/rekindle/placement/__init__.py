@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rekindle.placement.advice import alternatives
+from rekindle.placement.place import moved_bytes
 from rekindle.placement.plan import make_plan
 from rekindle.placement.reserve import kv_token_bytes
 from rekindle.placement.shapes import known_shapes
@@ -35,6 +36,7 @@ __all__ = [
     "known_shapes",
     "kv_token_bytes",
     "make_plan",
+    "moved_bytes",
     "parse_split",
     "plan_as_json",
     "show_plan",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rekindle.errors import DoesNotFit
-from rekindle.placement.buy import buy, hot_of
+from rekindle.placement.buy import hot_of
 from rekindle.placement.place import Draft, Placer
 from rekindle.placement.types import Alternative, Machine, Plan, Sizes, StagePlan, Wishes
 from rekindle.placement.units import gib, plural
@@ -28,6 +28,11 @@ def _reasons(placer: Placer, plan: Plan) -> Iterator[str]:
         yield _pool_reason(placer, draft, stage)
         if stage.cold:
             yield _cold_reason(placer, draft, stage)
+    if plan.snapshot_ram < plan.wishes.cache_ram:
+        yield (
+            f"snapshots get {gib(plan.snapshot_ram)} of RAM, not the {gib(plan.wishes.cache_ram)} asked for: "
+            f"of {gib(plan.machine.ram)} the rest is taken"
+        )
     if plan.live_pages < plan.wishes.full_pages:
         yield (
             f"devices and RAM together hold {plan.live_pages * PAGE:,} tokens of KV, "
@@ -69,7 +74,7 @@ def hot_with_full_kv(placer: Placer, draft: Draft, page_bytes: int | None = None
     """
     size = draft.shelf.page_bytes if page_bytes is None else page_bytes
     shelf = replace(draft.shelf, page_bytes=size, least=draft.shelf.full, target=draft.shelf.full)
-    bought = buy(shelf, draft.room)
+    bought = draft.buy(shelf)
     if bought is None:
         return None
     used, share = placer.spec.ffn.used, placer.wishes.ring_share

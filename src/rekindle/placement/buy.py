@@ -41,6 +41,9 @@ class Bought:
     resident: dict[int, int]  # experts on the device per layer, hot ones and ring slots
     pages: int
 
+    def leaves_cold(self, shelf: Shelf) -> bool:
+        return any(count < shelf.layers[layer].experts for layer, count in self.resident.items())
+
 
 def buy(shelf: Shelf, room: int) -> Bought | None:
     """Walk the shelf; None if not even the least pages can be had."""

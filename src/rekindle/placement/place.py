@@ -7,17 +7,36 @@ from dataclasses import dataclass, replace
 from rekindle.errors import BadConfig, DoesNotFit
 from rekindle.placement.buy import Bought, Shelf, buy, buying_order, check_counts, hot_of, ranked_experts
 from rekindle.placement.reserve import (
+    KEYED_PAGES,
+    REMOTE_STOCK,
+    SLAB,
+    STAGING_SLABS,
     SpanWeights,
     Weigher,
+    chooses_by_keys,
     expert_layers,
     fixed_items,
     kv_token_bytes,
     least_pages,
     margin,
+    pins_ram,
     smallest_budget,
+    staging_bytes,
+    stock_bytes,
 )
 from rekindle.placement.split import spans_from_wish
-from rekindle.placement.types import Device, Item, Machine, Plan, Sizes, StagePlan, Wishes, pages_for
+from rekindle.placement.types import (
+    CAPTURES,
+    SNAPSHOTS,
+    Device,
+    Item,
+    Machine,
+    Plan,
+    Sizes,
+    StagePlan,
+    Wishes,
+    pages_for,
+)
 from rekindle.placement.units import gib
 from rekindle.spec import PAGE, ModelSpec, Span
 
@@ -34,6 +53,7 @@ class Draft:
     span: Span
     fixed: tuple[Item, ...]  # without the margin
     shelf: Shelf
+    staging: int = 0  # bytes that only a stage with cold experts needs
 
     @property
     def room(self) -> int:
@@ -42,8 +62,16 @@ class Draft:
 
     @property
     def least_budget(self) -> int:
-        """The smallest budget with which the stage can run at all."""
-        return self.budget_for(self.shelf.least, experts=0)
+        """The smallest budget with which the stage can run at all, its experts cold."""
+        return self.budget_for(self.shelf.least, self.staging)
+
+    def buy(self, shelf: Shelf | None = None) -> Bought | None:
+        """What the room buys: everything, or as much as fits beside the staging area."""
+        shelf = shelf or self.shelf
+        bought = buy(shelf, self.room)
+        if bought is None or not bought.leaves_cold(shelf):
+            return bought
+        return buy(shelf, self.room - self.staging)
 
     def budget_for(self, pages: int, experts: int) -> int:
         """The smallest budget that holds so many pages and so many bytes of experts."""
@@ -57,7 +85,7 @@ class Placer:
     def __init__(self, machine: Machine, spec: ModelSpec, sizes: Sizes, wishes: Wishes) -> None:
         check_counts(spec, wishes)
         self.machine, self.spec, self.sizes, self.wishes = machine, spec, sizes, wishes
-        self._weigher = Weigher(spec, sizes)
+        self._weighers = [Weigher(spec, sizes.on(device)) for device in machine.devices]
         self._kv_page = PAGE * kv_token_bytes(spec, wishes.kv_type)  # of one layer
         self.least, self.target, self.most = _pool_sizes(wishes)
 
@@ -83,9 +111,9 @@ class Placer:
     # One stage
 
     def _draft(self, index: int, span: Span) -> Draft:
-        device, weights = self.machine.devices[index], self._weigher.weigh(span)
+        device, weights = self.machine.devices[index], self._weighers[index].weigh(span)
         fixed = self._fixed(index, weights)
-        routed = expert_layers(self.sizes, span)
+        routed = expert_layers(self.sizes.on(device), span)
         if device.is_cpu:  # RAM is where cold experts would be, so there all of them are hot
             fixed, routed = [*fixed, Item("hot experts", weights.experts)], {}
         shelf = Shelf(
@@ -98,22 +126,23 @@ class Placer:
             most=self.most,
             full=self.wishes.full_pages,
         )
-        return Draft(device, span, tuple(fixed), shelf)
+        return Draft(device, span, tuple(fixed), shelf, staging_bytes(routed))
 
     def _fixed(self, index: int, weights: SpanWeights) -> list[Item]:
-        last = index == len(self.machine.devices) - 1
-        return fixed_items(self.spec, self.sizes, self.wishes, self.machine.devices[index], weights, last)
+        device, first, last = self.machine.devices[index], index == 0, index == len(self.machine.devices) - 1
+        return fixed_items(self.spec, self.sizes.on(device), self.wishes, device, weights, first, last)
 
     def _stage(self, draft: Draft) -> StagePlan:
-        bought = buy(draft.shelf, draft.room)
+        bought = draft.buy()
         assert bought is not None, "budgets were checked before anything was bought"
         hot = tuple(self._hot(draft, bought, layer) for layer in draft.span.layers)
         ring = tuple(
             bought.resident.get(layer, len(ids)) - len(ids) for layer, ids in zip(draft.span.layers, hot, strict=True)
         )
-        layers = [self.sizes.layers[layer] for layer in draft.span.layers]
+        layers = [self.sizes.on(draft.device).layers[layer] for layer in draft.span.layers]
         experts = [
             Item("hot experts", sum(len(ids) * layer.expert for ids, layer in zip(hot, layers, strict=True))),
+            Item("expert staging", draft.staging if bought.leaves_cold(draft.shelf) else 0),
             Item("spare ring", sum(slots * layer.expert for slots, layer in zip(ring, layers, strict=True))),
         ]
         items = [
@@ -134,6 +163,7 @@ class Placer:
             full_pages=draft.shelf.full,
             host_pages=0,
             page_bytes=draft.shelf.page_bytes,
+            slabs=REMOTE_STOCK if draft.device.remote else 0,
         )
 
     def _hot(self, draft: Draft, bought: Bought, layer: int) -> tuple[int, ...]:
@@ -178,10 +208,11 @@ class Placer:
 
     def _shortfall(self, index: int, span: Span) -> tuple[int, int]:
         """Bytes missing to run at all, and to keep every expert hot beside the target pool."""
-        device, weights = self.machine.devices[index], self._weigher.weigh(span)
+        device, weights = self.machine.devices[index], self._weighers[index].weigh(span)
         page = weights.attention_layers * self._kv_page
         room = device.budget - margin(device.budget) - sum(item.bytes for item in self._fixed(index, weights))
-        needed = self.least * page + (weights.experts if device.is_cpu else 0)
+        staging = staging_bytes(expert_layers(self.sizes.on(device), span))
+        needed = self.least * page + (weights.experts if device.is_cpu else staging)
         return max(0, needed - room), max(0, self.target * page + weights.experts - room)
 
     # The host
@@ -190,28 +221,58 @@ class Placer:
         items = self._host_items(stages)
         left = self.machine.ram - sum(item.bytes for item in items)
         longest, full = pages_for(self.wishes.context), self.wishes.full_pages
+        if chooses_by_keys(self.wishes):
+            full = min(full, max(KEYED_PAGES, *(stage.pool_pages for stage in stages)))
         least = _evicted_bytes(stages, longest)
         if left < least:
             _refuse_ram(self.machine.ram, items, least, stages, left)
-        live = _most_pages(stages, left, longest, full)
-        placed = tuple(replace(stage, host_pages=max(0, live - stage.pool_pages)) for stage in stages)
-        items.append(Item("evicted KV pages", _evicted_bytes(stages, live)))
+        gpus = sum(pins_ram(stage.device) for stage in stages)
+        stock = stock_bytes(self.machine.ram, gpus, left - least)
+        items.append(Item("pinned stock", stock))
+        left -= stock
+        snapshots = min(self.wishes.cache_ram, left - least)  # one long sequence comes first, several come after
+        live = _most_pages(stages, left - snapshots, longest, full)
+        slabs = stock // SLAB // max(1, gpus)
+        placed = tuple(
+            replace(
+                stage,
+                host_pages=max(0, live - stage.pool_pages),
+                slabs=slabs if pins_ram(stage.device) else stage.slabs,
+            )
+            for stage in stages
+        )
+        items += [Item("evicted KV pages", _evicted_bytes(stages, live)), Item(SNAPSHOTS, snapshots)]
         named = tuple(item for item in items if item.bytes)
         return Plan(self.spec, self.machine, self.wishes, placed, named, live_pages=live)
 
     def _host_items(self, stages: list[StagePlan]) -> list[Item]:
         cold = sum(
-            (self.sizes.layers[layer].experts - len(hot)) * self.sizes.layers[layer].expert
+            (layers[index].experts - len(hot)) * layers[index].expert
             for stage in stages
-            for layer, hot in zip(stage.span.layers, stage.hot, strict=True)
+            for layers in [self.sizes.on(stage.device).layers]
+            for index, hot in zip(stage.span.layers, stage.hot, strict=True)
         )
-        in_flight = sum(stage.bytes_of("snapshots in flight") for stage in stages if not stage.device.is_cpu)
+        in_flight = sum(stage.bytes_of(CAPTURES) for stage in stages if not stage.device.is_cpu)
+        gpus = sum(pins_ram(stage.device) for stage in stages)
+        first = self.machine.devices[0]  # a GPU has the embedding itself
         return [
-            Item("embedding rows (mapped)", self.sizes.embedding),
+            Item("embedding rows (mapped)", self.sizes.on(first).embedding if first.is_cpu else 0),
             *(Item(f"all of {stage.device.name}", stage.total) for stage in stages if stage.device.host),
             Item("cold experts", cold),
-            Item("snapshots in flight", in_flight),  # the pinned ends of the copies
+            Item(CAPTURES, in_flight),  # the pinned ends of the copies
+            Item("pinned staging", gpus * STAGING_SLABS * SLAB),
         ]
+
+
+def moved_bytes(plan: Plan, sizes: Sizes, index: int, device: Device) -> int:
+    """What a stage of the plan needs on another device, with the same pool; on a GPU its cold experts stay cold."""
+    stage, there = plan.stages[index], sizes.on(device)
+    weights = Weigher(plan.spec, there).weigh(stage.span)
+    first, last = index == 0, index == len(plan.stages) - 1
+    fixed = sum(item.bytes for item in fixed_items(plan.spec, there, plan.wishes, device, weights, first, last))
+    planned = sum(map(stage.bytes_of, ("hot experts", "expert staging", "spare ring")))
+    experts = planned if stage.cold and not device.is_cpu else weights.experts
+    return smallest_budget(fixed + experts + stage.pool_pages * stage.page_bytes)
 
 
 def _pool_sizes(wishes: Wishes) -> tuple[int, int, int]:

@@ -9,17 +9,35 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from rekindle.errors import BadConfig
-from rekindle.placement.types import LONGEST_CONTEXT, Device, Item, LayerSizes, Sizes, Wishes, pages_for
+from rekindle.placement.types import (
+    CAPTURES,
+    LONGEST_CONTEXT,
+    Device,
+    Item,
+    LayerSizes,
+    Sizes,
+    Wishes,
+    pages_for,
+)
 from rekindle.spec import PAGE, Mixer, ModelSpec, Span
 
 MIB = 1 << 20
-F32 = 4
+F16, F32 = 2, 4
 RUNTIME = 256 * MIB  # driver context, loaded kernels, library workspaces of a GPU
 MARGIN_PART = 32  # the margin is this part of the budget …
 MARGIN_MOST = 512 * MIB  # … and never more than this
 EXPAND_MOST = 128 * MIB  # a larger quantised matrix is expanded in slices of rows
-IN_FLIGHT = 2  # snapshots whose copies to the host are under way
+IN_FLIGHT = 2  # captures whose copies to the host are under way
+CAPTURED_PAGES = 64  # pages that captures set apart on a GPU until they are copied; a restore passes through as much
+SLAB = 16 * MIB  # a piece of pinned RAM
+STAGING_SLABS = 7  # of every GPU: four through which what is not pinned goes up, two in use and one on its way to stock
+STOCK_MOST = 32  # slabs of one GPU that wait for captures …
+STOCK_PART = 64  # … and of all GPUs together at most this part of the RAM
+REMOTE_STOCK = 8  # slabs of a GPU in another machine, whose RAM is not ours to share out
 STAGED_PAGES = 2 * 64  # pages of one layer in the two buffers between host and device
+STAGED_EXPERTS = 16  # in each of the two halves through which cold experts of one kind pass in prefill
+KEYED_PAGES = pages_for(LONGEST_CONTEXT)  # pages that can be chosen among, of all sequences together
+KEY_COPIES = 3  # with the page, in its sequence's list, and in the next list while that one grows
 ATTENTION_SPLITS = 16  # parts into which decode cuts a long sequence
 SUB_CHUNK = 64  # rows the chunked delta rule solves at once
 
@@ -111,33 +129,46 @@ def smallest_budget(needed: int) -> int:
     return budget
 
 
+def chooses_by_keys(wishes: Wishes) -> bool:
+    """Sparse mode keeps the mean key of every sealed page, wherever the page is."""
+    return wishes.kv_mode == "sparse" and wishes.kv_policy == "qk"
+
+
+def staging_bytes(layers: dict[int, LayerSizes]) -> int:
+    """Where cold experts pass through the device, for every kind of layer; not needed while all of them are hot."""
+    kinds = {(layer.expert, min(STAGED_EXPERTS, layer.experts)) for layer in layers.values()}
+    return 2 * sum(size * slots for size, slots in kinds)
+
+
 def fixed_items(
-    spec: ModelSpec, sizes: Sizes, wishes: Wishes, device: Device, weights: SpanWeights, last: bool
+    spec: ModelSpec, sizes: Sizes, wishes: Wishes, device: Device, weights: SpanWeights, first: bool, last: bool
 ) -> list[Item]:
     """Weights that are always on the device, state, and work memory; without margin, experts and pool."""
     return [
+        Item("embedding", sizes.embedding if first and not device.is_cpu else 0),  # on a CPU the file stays mapped
         Item("mixers", weights.mixers),
         Item("dense ffn", weights.dense),
         Item("routers and shared experts", weights.shared),
         Item("final norm", sizes.norms if last else 0),
         Item("head", sizes.head if last else 0),
         Item("drafter", wishes.drafter_bytes if last else 0),
-        *_state_items(spec, wishes, weights),
+        *_state_items(spec, wishes, device, weights),
         *_work_items(spec, sizes, wishes, device, weights, last),
     ]
 
 
-def _state_items(spec: ModelSpec, wishes: Wishes, weights: SpanWeights) -> list[Item]:
+def _state_items(spec: ModelSpec, wishes: Wishes, device: Device, weights: SpanWeights) -> list[Item]:
     state, window = state_bytes(spec, weights.delta_layers), window_bytes(spec, weights.delta_layers)
     page = weights.attention_layers * PAGE * kv_token_bytes(spec, wishes.kv_type)
     slots, rows = wishes.sequences, wishes.rewind_rows
+    apart = 0 if device.is_cpu else CAPTURED_PAGES * page  # a CPU copies pages into the snapshot at once
     return [
         Item("recurrent state", slots * state),
         Item("conv windows", slots * window),
         Item("padding slot and page", state + window + page),  # padded rows of a replayed graph write here
         Item("rewind rows", slots * rewind_bytes(spec, weights.delta_layers, rows)),
         Item("rewind bases", slots * (state + window) if rows else 0),  # the state before the block
-        Item("snapshots in flight", IN_FLIGHT * (state + window + page)),
+        Item(CAPTURES, IN_FLIGHT * (state + window + page) + apart),
     ]
 
 
@@ -150,11 +181,11 @@ def _work_items(
     gpu = not device.is_cpu
     has_attention, has_delta = weights.attention_layers > 0, weights.delta_layers > 0
     partials = decode_rows * spec.attention.heads * ATTENTION_SPLITS * (spec.attention.head_dim + 2) * F32
-    largest_expert = max((layer.expert for layer in sizes.layers), default=0)
+    keys = weights.attention_layers * spec.attention.kv_heads * spec.attention.head_dim * F16
     return [
         Item("page tables", wishes.sequences * pages_for(LONGEST_CONTEXT) * 4 if has_attention else 0),
         Item("page staging", STAGED_PAGES * kv_page if has_attention and gpu else 0),
-        Item("expert staging", 2 * largest_expert if weights.experts and gpu else 0),
+        Item("page keys", KEY_COPIES * KEYED_PAGES * keys if chooses_by_keys(wishes) else 0),
         Item("activations", rows * _row_bytes(spec, wishes.compute_bytes)),
         Item("logits", 2 * decode_rows * spec.vocab * F32 if last else 0),  # logits, and the sampler's copy
         Item("expand scratch", min(sizes.widest * wishes.compute_bytes, EXPAND_MOST)),
@@ -183,6 +214,16 @@ def _delta_scratch(spec: ModelSpec, rows: int) -> int:
     assert spec.delta is not None, "a DeltaNet layer in a model without DeltaNet sizes"
     per_row = 4 * spec.delta.key_dim + 3 * spec.delta.value_dim + 5 * SUB_CHUNK
     return rows * spec.delta.value_heads * per_row * F32
+
+
+def pins_ram(device: Device) -> bool:
+    """Whether this machine's RAM is pinned for it."""
+    return not device.is_cpu and not device.remote
+
+
+def stock_bytes(ram: int, gpus: int, left: int) -> int:
+    """Pinned RAM that waits for captures, of `left` bytes; with less of it captures wait for the system instead."""
+    return min(gpus * STOCK_MOST * SLAB, ram // STOCK_PART, left)
 
 
 def expert_layers(sizes: Sizes, span: Span) -> dict[int, LayerSizes]:

@@ -15,7 +15,7 @@ LEGEND: tuple[tuple[str, str, frozenset[str]], ...] = (
     (
         "W",
         "weights",
-        frozenset({"mixers", "dense ffn", "routers and shared experts", "final norm", "head"}),
+        frozenset({"embedding", "mixers", "dense ffn", "routers and shared experts", "final norm", "head"}),
     ),
     ("E", "hot experts", frozenset({"hot experts"})),
     ("R", "spare ring", frozenset({"spare ring"})),
@@ -30,7 +30,7 @@ LEGEND: tuple[tuple[str, str, frozenset[str]], ...] = (
                 "padding slot and page",
                 "rewind rows",
                 "rewind bases",
-                "snapshots in flight",
+                "captures in flight",
             }
         ),
     ),
@@ -42,6 +42,7 @@ LEGEND: tuple[tuple[str, str, frozenset[str]], ...] = (
             {
                 "page tables",
                 "page staging",
+                "page keys",
                 "expert staging",
                 "activations",
                 "logits",
@@ -168,6 +169,7 @@ def _stage_as_json(stage: StagePlan) -> dict[str, Any]:
         "full_pages": stage.full_pages,
         "host_pages": stage.host_pages,
         "page_bytes": stage.page_bytes,
+        "slabs": stage.slabs,
         "hot": [list(ids) for ids in stage.hot],
         "ring_slots": list(stage.ring_slots),
         "cold": stage.cold,

@@ -17,6 +17,9 @@ KV_TYPES = ("bf16", "f16", "f32", "q8")
 # Page tables have room for this many tokens per slot whatever the limit, so that a higher limit costs nothing.
 LONGEST_CONTEXT = 1 << 20
 
+SNAPSHOTS = "snapshots in RAM"  # an item that the runtime reads back
+CAPTURES = "captures in flight"
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -78,13 +81,17 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the model weighs."""
+    """What the model weighs: on a GPU, and on a CPU where that is something else."""
 
     embedding: int
     head: int  # the output matrix as loaded; a tied model loads the embedding a second time
     norms: int  # final norm, and whatever else stands outside the layers
     layers: tuple[LayerSizes, ...]
     widest: int  # values of the largest quantised matrix; 0 where nothing is quantised
+    expanded: Sizes | None = None  # on a CPU, which keeps no quantised weights; None: the same
+
+    def on(self, device: Device) -> Sizes:
+        return self.expanded if device.is_cpu and self.expanded is not None else self
 
     @property
     def experts(self) -> int:
@@ -112,6 +119,7 @@ class Wishes:
     rewind_rows: int = 0  # rows of a block that rewind may go back into
     compute_bytes: int = 2  # of one activation value
     chunk: int = 512  # tokens of one prefill forward
+    cache_ram: int = 0  # bytes of RAM for snapshots
 
     def __post_init__(self) -> None:
         _check_range("context", self.context, 1, LONGEST_CONTEXT)
@@ -119,6 +127,7 @@ class Wishes:
         _check_range("rewind_rows", self.rewind_rows, 0, 64)
         _check_range("chunk", self.chunk, 1, 65536)
         _check_range("drafter_bytes", self.drafter_bytes, 0, 1 << 50)
+        _check_range("cache_ram", self.cache_ram, 0, 1 << 50)
         if self.pool is not None:
             _check_range("pool", self.pool, PAGE, LONGEST_CONTEXT * 1024)
         if self.kv_type not in KV_TYPES:
@@ -161,6 +170,7 @@ class StagePlan:
     full_pages: int  # what every sequence at the context limit would take
     host_pages: int  # pages that RAM may hold for this stage
     page_bytes: int  # one page in all attention layers of the span
+    slabs: int  # of pinned RAM that wait for captures; a CPU has no use for them
 
     @property
     def total(self) -> int:
@@ -237,8 +247,13 @@ class Plan:
         return sum(item.bytes for item in self.host_items)
 
     @property
+    def snapshot_ram(self) -> int:
+        """RAM that the snapshots may take: what was asked for, or what there is."""
+        return sum(item.bytes for item in self.host_items if item.name == SNAPSHOTS)
+
+    @property
     def host_left(self) -> int:
-        """RAM for snapshots and the rest of the machine."""
+        """RAM for the rest of the machine."""
         return self.machine.ram - self.host_total
 
 

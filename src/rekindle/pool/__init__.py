@@ -1,10 +1,12 @@
 """At most N pages of KV on the device; positions ↔ pages; paging to host; page scores."""
 
 from rekindle.pool.choice import KvMode, Policy
-from rekindle.pool.pages import HeldPage, PagePool, PageTable, PagingCounts, PoolFull, host_copies
-from rekindle.pool.reader import PoolReader
+from rekindle.pool.copies import STOCK
+from rekindle.pool.pages import HeldPage, PagePool, PageTable, PagingCounts, PoolFull
+from rekindle.pool.reader import PoolReader, Seat
 
 __all__ = [
+    "STOCK",
     "HeldPage",
     "KvMode",
     "PagePool",
@@ -13,5 +15,5 @@ __all__ = [
     "Policy",
     "PoolFull",
     "PoolReader",
-    "host_copies",
+    "Seat",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,17 +24,19 @@ def is_kept(page: int, sealed: int) -> bool:
     return page < SINK or page >= sealed - TAIL
 
 
-def choose(sealed: int, room: int, scores: Sequence[float] | None) -> tuple[int, ...]:
+def choose(sealed: int, room: int, scores: Sequence[float] | np.ndarray | None) -> tuple[int, ...]:
     """The sealed pages that are attended, ascending: all that fit in `room`, else sink, tail and the best of the rest.
 
     Without scores the latest are the best.
     """
     if sealed <= room:
         return tuple(range(sealed))
-    kept = [i for i in range(sealed) if is_kept(i, sealed)]
-    rest = [i for i in range(sealed) if not is_kept(i, sealed)]
-    rest.sort(key=lambda i: (scores[i] if scores is not None else 0.0, i), reverse=True)
-    return tuple(sorted(kept + rest[: max(0, room - len(kept))]))
+    tail = max(SINK, sealed - TAIL)
+    left = max(0, room - SINK - (sealed - tail))
+    rest = np.arange(SINK, tail)
+    if scores is not None:
+        rest = rest[np.argsort(np.asarray(scores)[SINK:tail], kind="stable")]  # of equals the latest are the best
+    return (*range(SINK), *np.sort(rest[len(rest) - left :]).tolist(), *range(tail, sealed))
 
 
 def key_directions(pages: Sequence[Tensor]) -> Tensor:

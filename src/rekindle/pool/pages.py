@@ -13,7 +13,7 @@ come back bit-exact when there is room. So where a page lies never changes an an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import prod
@@ -21,9 +21,13 @@ from math import prod
 import numpy as np
 import torch
 
+from rekindle.kernels.paging import fetch_pages
 from rekindle.pool.choice import SINK, is_kept
+from rekindle.pool.copies import STOCK, HostCopies, in_one_piece
 from rekindle.snapshots.types import Page
 from rekindle.spec import PAGE
+
+AT_ONCE = 64  # pages that are set apart on the device while they are copied to the host
 
 
 class PoolFull(Exception):
@@ -58,20 +62,38 @@ class Undo:
     query: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Laid:
+    """Where a table's attended pages lie, and what it was asked of: at a hundred thousand tokens listing them anew for
+    every step would cost as much as the step."""
+
+    places: np.ndarray  # int32
+    pages: int
+    chosen: tuple[int, ...] | None
+    moves: int
+
+    def holds(self, table: PageTable, moves: int) -> bool:
+        return self.pages == len(table.pages) and self.chosen is table.chosen and self.moves == moves
+
+
 @dataclass(slots=True, eq=False)
 class PageTable:
     """The pages of one sequence: page i holds positions [i·PAGE, (i + 1)·PAGE); the last one may be open.
 
-    chosen and query matter in sparse mode only: the sealed pages that are attended (None: all, or not chosen yet), and
-    the query they are chosen by. chosen is a function of query and position // PAGE, so it is never stored.
+    chosen, query and keys matter in sparse mode only: the sealed pages that are attended (None: all, or not chosen
+    yet), the query they are chosen by, and what it is compared with. chosen is a function of query and position //
+    PAGE, so it is never stored.
     """
 
+    number: int = 0  # among the pool's tables
     pages: list[HeldPage] = field(default_factory=list)
     position: int = 0
     turn: int = 0  # the pool's clock when the sequence last ran
     chosen: tuple[int, ...] | None = None
     query: torch.Tensor | None = None  # [layers, heads, dim] float32
+    keys: torch.Tensor | None = None  # [pages, layers, kv_heads, dim] float16: those of its first pages
     undo: Undo | None = None
+    laid: Laid | None = None  # the last answer of PagePool.places_of
 
     @property
     def sealed(self) -> int:
@@ -81,9 +103,11 @@ class PageTable:
         """Pages still to be allocated before positions up to `end` can be stored."""
         return max(0, -(-end // PAGE) - len(self.pages))
 
-    def places(self, away: int) -> list[int]:
-        """The place of every page; `away` for those that have none."""
-        return [away if page.place is None else page.place for page in self.pages]
+    def attended(self) -> Sequence[int]:
+        """The pages that count, ascending."""
+        if self.chosen is None or len(self.chosen) >= self.sealed:
+            return range(len(self.pages))
+        return (*self.chosen, *range(self.sealed, len(self.pages)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +133,9 @@ class PagePool:
         dtype: torch.dtype,
         device: torch.device,
         host_pages: int = 0,
+        slabs: int = STOCK,
     ) -> None:
+        """slabs: of pinned memory that wait for captures."""
         self.places = places
         self.total = places + host_pages
         # One place more than the pool has: padded rows of a replayed graph write there and nobody reads it.
@@ -118,12 +144,14 @@ class PagePool:
         self.device = device
         self.counts = PagingCounts()
         self.clock = 0
-        self._tables: list[PageTable] = []
+        self.tables: list[PageTable] = []
+        self._moves = 0  # times that a page which some table lists changed its place
         self._held = 0  # pages that tables hold, each counted once
         self._free = list(range(places - 1, -1, -1))  # popped from the end: ascending, so runs are contiguous
         self._live: dict[Page, HeldPage] = {}  # first layer's host copy -> the page that has it
         self._leaving: list[tuple[Worth, HeldPage]] | None = None  # who may go away, the first to go at the end
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copies = HostCopies(device, slabs)
 
     @property
     def free(self) -> int:
@@ -140,9 +168,18 @@ class PagePool:
     # Tables
 
     def new_table(self) -> PageTable:
-        table = PageTable()
-        self._tables.append(table)
+        table = PageTable(len(self.tables))
+        self.tables.append(table)
         return table
+
+    def places_of(self, table: PageTable) -> np.ndarray:
+        """The place of every attended page, int32; the scratch page stands for those that are away."""
+        laid = table.laid
+        if laid is None or not laid.holds(table, self._moves):
+            held = (table.pages[i].place for i in table.attended())
+            places = np.fromiter((self.scratch_page if place is None else place for place in held), np.int32)
+            laid = table.laid = Laid(places, len(table.pages), table.chosen, self._moves)
+        return laid.places
 
     def tick(self, tables: Sequence[PageTable]) -> None:
         """These sequences run now."""
@@ -165,6 +202,7 @@ class PagePool:
         assert position <= table.position, f"cannot cut {table.position} positions to {position}"
         self._leaving = None
         keep = -(-position // PAGE)
+        self._moves += keep < len(table.pages)
         for page in table.pages[keep:]:
             self._release(page)
         del table.pages[keep:]
@@ -173,14 +211,17 @@ class PagePool:
         if table.undo is not None and position // PAGE * PAGE <= table.undo.position:
             table.query = table.undo.query
         table.position, table.chosen, table.undo = position, None, None
+        if table.keys is not None:
+            table.keys = table.keys[: table.sealed]
 
     def clear(self, table: PageTable) -> None:
         self._leaving = None
+        self._moves += 1
         for page in table.pages:
             self._release(page)
         table.pages.clear()
         table.position = 0
-        table.chosen = table.query = table.undo = None
+        table.chosen = table.query = table.keys = table.undo = None
 
     def _open_last_page(self, table: PageTable) -> None:
         page = table.pages[-1]
@@ -189,13 +230,16 @@ class PagePool:
                 raise PoolFull(f"a page of its own is needed, 0 of {self.total} are free")
             own = HeldPage(self._place_to_write())
             self._held += 1
-            self._fill([(own, self.all_data(page))])
+            data = self.all_data(page)
+            self._aside(lambda: self._write(own, data))
             self._release(page)
             table.pages[-1] = own
+            self._moves += 1
             return
         if page.place is None:
+            self._moves += 1
             data, page.place = self.all_data(page), self._place_to_write()
-            self._fill([(page, data)])
+            self._aside(lambda: self._write(page, data))
         self._forget_copies(page)
         page.keys = None
 
@@ -212,16 +256,24 @@ class PagePool:
     # Snapshots
 
     def export(self, pages: Sequence[HeldPage]) -> list[tuple[Page, ...]]:
-        """Host copies of sealed pages, one per layer; made once, then shared by every snapshot that has them."""
+        """Host copies of sealed pages, one per layer; made once, then shared by every snapshot that has them. They
+        are complete once `copies` is ready."""
         fresh = [page for page in pages if page.copies is None]
-        copies = iter(host_copies([layer[page.place] for page in fresh for layer in self.kv]))
-        for page in fresh:
-            assert page.place is not None, "a page without copies has a place"
-            page.copies = tuple(Page(next(copies)) for _ in self.kv)
+        for start in range(0, len(fresh), AT_ONCE):
+            if start and (ready := self.copies.ready()) is not None:
+                ready.wait()
+            self._export(fresh[start : start + AT_ONCE])
+        return [page.copies or () for page in pages]
+
+    def _export(self, fresh: Sequence[HeldPage]) -> None:
+        assert all(page.place is not None for page in fresh), "a page without copies has a place"
+        places = torch.tensor([page.place for page in fresh]).to(self.device, non_blocking=True)
+        by_layer = self.copies.take_rows([layer[places] for layer in self.kv])
+        for page, copies in zip(fresh, zip(*by_layer, strict=True), strict=True):
+            page.copies = tuple(Page(copy, self.copies.pinned) for copy in copies)
             page.addresses = self._addresses(page.copies)
             if page.copies:
                 self._live[page.copies[0]] = page
-        return [page.copies or () for page in pages]
 
     def adopt(self, copies: tuple[Page, ...]) -> HeldPage:
         """The page with these bytes: the one that live sequences hold, or a new one, away."""
@@ -238,7 +290,7 @@ class PagePool:
 
     def _addresses(self, copies: Sequence[Page]) -> tuple[int, ...] | None:
         """Where a GPU can read the copies itself. Pages that came from disk or over a link are not pinned."""
-        if self.device.type != "cuda" or not all(copy.data.is_pinned() for copy in copies):
+        if self.device.type != "cuda" or not all(copy.pinned for copy in copies):
             return None
         return tuple(copy.data.data_ptr() for copy in copies)
 
@@ -268,6 +320,10 @@ class PagePool:
             self._live.pop(page.copies[0], None)
         page.copies = page.addresses = None
 
+    def stop(self) -> None:
+        """End the threads. Copies that snapshots hold stay good."""
+        self.copies.stop()
+
     # Paging
 
     def bring_back(self, table: PageTable) -> None:
@@ -283,11 +339,24 @@ class PagePool:
             if place is None:
                 break
             page = table.pages[i]
-            coming.append((page, self.all_data(page)))
             page.place = place
+            coming.append(page)
         if coming:
-            self._fill(coming)
+            self._moves += 1
+            try:
+                self._aside(lambda: self._fetch(coming))
+            except BaseException:
+                self._go_back(coming)
+                raise
             self.count(page_ins=len(coming))
+
+    def _go_back(self, pages: Sequence[HeldPage]) -> None:
+        """What did not arrive stays away. Places may be written again at once: the current stream has joined."""
+        self._moves += 1
+        for page in pages:
+            assert page.place is not None, "it was given one to come to"
+            self._free.append(page.place)
+            page.place = None
 
     def _place_to_write(self) -> int:
         place = self._take_place(Worth.WRITTEN)
@@ -298,7 +367,7 @@ class PagePool:
     def _take_place(self, worth: Worth) -> int | None:
         """A free place, or that of the least wanted page if it is worth less."""
         if not self._free:
-            if worth is Worth.WANTED and all(table.chosen is None for table in self._tables):
+            if worth is Worth.WANTED and all(table.chosen is None for table in self.tables):
                 return None  # nobody skips pages, so none is spare
             if self._leaving is None:
                 self._leaving = self._line_up()
@@ -312,7 +381,7 @@ class PagePool:
         if self.total == self.places:
             return []  # nobody may go away
         worths: dict[HeldPage, tuple[Worth, int, int]] = {}
-        for table in self._tables:
+        for table in self.tables:
             chosen = None if table.chosen is None else set(table.chosen)
             for i, page in enumerate(table.pages[: table.sealed]):
                 if page.place is None:
@@ -327,32 +396,59 @@ class PagePool:
 
     def _send_away(self, page: HeldPage) -> None:
         self.export([page])
+        self.copies.join()
         assert page.place is not None, "only a resident page can be sent away"
         self._free.append(page.place)
         page.place = None
+        self._moves += 1
         self.count(page_outs=1)
 
-    def _fill(self, moves: Sequence[tuple[HeldPage, Sequence[torch.Tensor]]]) -> None:
-        """Write data, one [2, PAGE, kv_heads, row] per layer, to the places of the pages."""
+    def _aside(self, move: Callable[[], None]) -> None:
+        """On a stream of its own, so that the host goes on; the layers wait for it, and it for whoever still reads."""
         if self._stream is None:
-            self._copy(moves)
+            move()
             return
-        # On a stream of its own, so that the host goes on; the layers wait for it, and it for whoever still reads.
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            self._copy(moves)
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                move()
+        finally:
+            current.wait_stream(self._stream)
 
-    def _copy(self, moves: Sequence[tuple[HeldPage, Sequence[torch.Tensor]]]) -> None:
-        for page, data in moves:
-            for layer, tensor in zip(self.kv, data, strict=True):
-                layer[page.place].copy_(tensor, non_blocking=True)
+    def _write(self, page: HeldPage, data: Sequence[torch.Tensor]) -> None:
+        """data, one [2, PAGE, kv_heads, row] per layer, to the place of the page."""
+        for layer, tensor in zip(self.kv, data, strict=True):
+            layer[page.place].copy_(tensor, non_blocking=True)
+
+    def _fetch(self, pages: Sequence[HeldPage]) -> None:
+        """Copies in host memory to the places of the pages; a GPU reads those that are pinned itself."""
+        pinned = [page for page in pages if page.addresses is not None]
+        others = [page for page in pages if page.addresses is None]
+        if self.copies.pinned and others:
+            self._upload(others)
+            others = []
+        for some in filter(None, (pinned, others)):
+            places = torch.tensor([page.place for page in some]).to(self.device, non_blocking=True)
+            addresses = addresses_of(some, self.device)
+            for i, layer in enumerate(self.kv):
+                copies = [page.copies[i].data for page in some if page.copies is not None]
+                fetch_pages(layer, copies, places, None if addresses is None else addresses[i])
+
+    def _upload(self, pages: Sequence[HeldPage]) -> None:
+        """Pages that are not pinned, as many at a time as a slab holds, with all their layers."""
+        places = torch.tensor([page.place for page in pages]).to(self.device, non_blocking=True)
+        columns = (in_one_piece([copy.data for copy in page.copies]) for page in pages if page.copies is not None)
+        for group in self.copies.through(columns):
+            arrived = in_one_piece(group).to(self.device, non_blocking=True)  # [pages, layers, 2, PAGE, kv_heads, row]
+            for i, layer in enumerate(self.kv):
+                layer[places[: len(group)]] = arrived[:, i]
+            places = places[len(group) :]
 
     def check(self) -> None:
         """free + used = total, and every page belongs to the tables that hold it. Called when idle."""
         holders: dict[HeldPage, int] = {}
-        for table in self._tables:
+        for table in self.tables:
             for page in table.pages:
                 holders[page] = holders.get(page, 0) + 1
         assert all(page.holders == count for page, count in holders.items()), "a page counts other holders than it has"
@@ -373,14 +469,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
-def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Contiguous copies in host memory, pinned beside a GPU, so that they can be streamed back while the layers run.
-
-    They are waited for, all together: whoever reads host memory does not know of streams.
-    """
-    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda) for tensor in tensors]
-    for copy, tensor in zip(copies, tensors, strict=True):
-        copy.copy_(tensor, non_blocking=True)
-    if tensors and tensors[0].is_cuda:
-        torch.cuda.current_stream(tensors[0].device).synchronize()
-    return copies
+def addresses_of(pages: Sequence[HeldPage], device: torch.device) -> torch.Tensor | None:
+    """Where the copies lie, int64 [layers, pages] on the device; None where it cannot read all of them itself."""
+    known = [page.addresses for page in pages if page.addresses is not None]
+    if len(known) < len(pages):
+        return None
+    return torch.tensor(known).T.contiguous().to(device, non_blocking=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import uuid
 from collections import Counter
@@ -12,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from rekindle.config import show_bytes
 from rekindle.errors import BadSnapshotFile
 from rekindle.prefix.index import PrefixIndex, Walk
 from rekindle.prefix.retention import Conversations, Retention
@@ -22,6 +24,8 @@ from rekindle.snapshots.memory import MemoryStore
 from rekindle.snapshots.types import Snapshot
 from rekindle.snapshots.writer import DiskWriter, Save
 
+log = logging.getLogger("rekindle.prefix")
+
 CONTINUATIONS = 8  # that are named for one prefix; more answers than that to one prompt are hardly kept
 
 
@@ -29,10 +33,10 @@ CONTINUATIONS = 8  # that are named for one prefix; more answers than that to on
 class CacheStats:
     """Counts since the start, and how things stand now."""
 
-    lookups: int
-    hits: Mapping[str, int]  # by tier
+    lookups: int  # also those whose request ended before it started, or waited and looked again
+    hits: Mapping[str, int]  # that were restored, by tier
     restored: Mapping[str, int]  # tokens, by tier
-    misses: Mapping[str, int]  # lookups without any hit, by reason
+    misses: Mapping[str, int]  # starts without any hit, by reason
     short_hits: Mapping[str, int]  # hits shorter than the prompt, by reason
     published: int
     already_published: int
@@ -93,27 +97,41 @@ class PrefixCache:
         disk.make_room = self._make_room_on_disk
         if not disk.read_only:
             self._make_room_on_disk(disk.bytes - disk.budget)
+        log.info("snapshots found: %d (%s) in %s", len(disk), show_bytes(disk.bytes), disk.folder)
 
     # Looking up
 
     def lookup(self, tokens: Sequence[int] | np.ndarray, limit: int | None = None) -> Lookup:
         """The longest published prefix of a prompt, of at most `limit` tokens, read from disk if need be.
 
-        The hit is pinned: its taker calls `hit.release()`. A snapshot as long as the prompt serves only with its
-        logits: without them nothing could be sampled.
+        The hit is pinned: its taker calls `hit.release()`, and `taken()` if it started with it. A snapshot as long as
+        the prompt serves only with its logits: without them nothing could be sampled.
         """
         prompt = np.asarray(tokens, dtype=np.int32)
-        limit = len(prompt) if limit is None else limit
+        with self._lock:
+            walk = self._index.walk(prompt)
+        return self._answer(walk, prompt, len(prompt) if limit is None else limit)
+
+    def lookup_in_ram(self, tokens: Sequence[int] | np.ndarray) -> Lookup | None:
+        """The same without a wait; None, and nothing is counted or pinned, where a file would have to be read."""
+        prompt = np.asarray(tokens, dtype=np.int32)
+        with self._lock:
+            walk = self._index.walk(prompt)
+            longest = next((entry for entry in walk.candidates if _serves(entry, len(prompt))), None)
+            if longest is not None and longest.snapshot is None:
+                return None
+            return self._answer(walk, prompt, len(prompt))
+
+    def _answer(self, walk: Walk, prompt: np.ndarray, limit: int) -> Lookup:
         with self._lock:
             self._count["lookups"] += 1
             self._conversations.looked_up()
-            walk = self._index.walk(prompt)
         hit, hurdle = self._first_usable(walk, prompt, limit)
         miss = self._explain(hit, hurdle, walk, len(prompt))
-        with self._lock:
-            self._note(hit, miss, walk)
+        if hit is not None:
+            self._note_use(hit, walk)
         ours = int(prompt[walk.depth]) if walk.depth < len(prompt) else None
-        return Lookup(hit, walk.depth, ours, walk.seen, miss)
+        return Lookup(hit, walk.depth, ours, walk.seen, miss, partial(self._note_taken, hit, miss))
 
     def _first_usable(self, walk: Walk, prompt: np.ndarray, limit: int) -> tuple[Hit | None, Miss | None]:
         """The longest candidate that can be used, and what stood in the way of a longer one."""
@@ -121,11 +139,15 @@ class PrefixCache:
         for entry in walk.candidates:
             if entry.position > limit:
                 continue
-            if entry.position == len(prompt) and not entry.has_logits:
+            if not _serves(entry, len(prompt)):
                 hurdle = Miss.NO_LOGITS
                 continue
             self.acquire(entry)  # before its file is read: what is being restored is no victim
-            fetched = self._fetch(entry)
+            try:
+                fetched = self._fetch(entry)
+            except BaseException:
+                self.release(entry)
+                raise
             if isinstance(fetched, Miss):
                 self.release(entry)
                 hurdle = fetched
@@ -158,8 +180,8 @@ class PrefixCache:
         """How much of a prompt a lookup would find now; nothing is loaded, pinned or counted."""
         prompt = np.asarray(tokens, dtype=np.int32)
         with self._lock:
-            usable = (e for e in self._index.walk(prompt).candidates if e.position < len(prompt) or e.has_logits)
-            return max((entry.position for entry in usable), default=0)
+            candidates = self._index.walk(prompt).candidates
+            return max((entry.position for entry in candidates if _serves(entry, len(prompt))), default=0)
 
     def continuations(self, tokens: Sequence[int] | np.ndarray, longest: int) -> list[list[int]]:
         """Runs of at most `longest` tokens that published prefixes have behind exactly these, newest first.
@@ -181,27 +203,34 @@ class PrefixCache:
             return Miss.EMPTY
         return Miss.UNSEEN if reached == walk.depth else Miss.NO_BOUNDARY
 
-    def _note(self, hit: Hit | None, miss: Miss | None, walk: Walk) -> None:
-        if hit is None:
-            self._misses[miss or Miss.EMPTY] += 1
-            return
-        self._hits[hit.tier] += 1
-        self._restored[hit.tier] += hit.position
-        if miss is not None:
-            self._short_hits[miss] += 1
-        hit.entry.hits += 1
-        self._use(hit.entry)
-        self._conversations.came_back(hit.entry)
-        # A conversation deep below its system prompt still stands on it.
-        for entry in walk.candidates:
-            if entry.kind is BoundaryKind.SYSTEM and entry.position <= hit.position:
-                entry.hits += entry is not hit.entry
-                self._use(entry)
+    def _note_taken(self, hit: Hit | None, miss: Miss | None) -> None:
+        with self._lock:
+            if hit is None:
+                self._misses[miss or Miss.EMPTY] += 1
+                return
+            self._hits[hit.tier] += 1
+            self._restored[hit.tier] += hit.position
+            if miss is not None:
+                self._short_hits[miss] += 1
+
+    def _note_use(self, hit: Hit, walk: Walk) -> None:
+        """For the policy: asked for is used, whatever becomes of the request."""
+        with self._lock:
+            hit.entry.hits += 1
+            self._use(hit.entry)
+            self._conversations.came_back(hit.entry)
+            # A conversation deep below its system prompt still stands on it.
+            for entry in walk.candidates:
+                if entry.kind is BoundaryKind.SYSTEM and entry.position <= hit.position:
+                    entry.hits += entry is not hit.entry
+                    self._use(entry)
 
     # Publishing
 
     def wants(self, tokens: Sequence[int] | np.ndarray, kind: BoundaryKind, drafter: bool = False) -> bool:
         """Whether a snapshot of these tokens is worth capturing; if not, the one there is counts as used."""
+        if not self._memory.budget and self._writer is None:
+            return False  # it would be evicted before anyone could find it
         with self._lock:
             known = self._index.find(np.asarray(tokens, dtype=np.int32))
             if known is None or not known.has_logits or (drafter and not known.has_drafter):
@@ -499,6 +528,10 @@ class PrefixCache:
                 self._save_before_closing(self._writer, entry)
             self._writer.close()
         if self._disk is not None:
+            if self._writer is not None:
+                log.info(
+                    "snapshots saved: %d (%s) in %s", len(self._disk), show_bytes(self._disk.bytes), self._disk.folder
+                )
             self._disk.close()
 
     def _save_before_closing(self, writer: DiskWriter, entry: Entry) -> None:
@@ -511,3 +544,8 @@ class PrefixCache:
         if not writer.put(self._save_of(entry, snapshot)):
             with self._lock:
                 entry.saving = False
+
+
+def _serves(entry: Entry, length: int) -> bool:
+    """Whether a prompt of so many tokens, of which it is a prefix, can go on from it."""
+    return entry.position < length or entry.has_logits

@@ -105,11 +105,16 @@ class Lookup:
     ours: int | None  # the prompt's token there, None at its end
     seen: int | None  # the token the index has there, None past the end of what it has seen
     miss: Miss | None  # None when the hit is as long as the prompt
+    taken: Callable[[], None]  # once, when a sequence starts with it: then it counts as a hit or a miss
+
+    @property
+    def reached(self) -> int:
+        """Tokens that need not be computed."""
+        return self.hit.position if self.hit is not None else 0
 
     @property
     def reason(self) -> str | None:
         """Why not more was restored, in words."""
-        reached = self.hit.position if self.hit is not None else 0
         match self.miss:
             case None:
                 return None
@@ -118,9 +123,8 @@ class Lookup:
             case Miss.UNSEEN:
                 return f"the prompt is new from position {self.departure} on"
             case Miss.NO_BOUNDARY:
-                return (
-                    f"the prompt was seen up to position {self.departure}, the last snapshot before lies at {reached}"
-                )
+                seen = f"the prompt was seen up to position {self.departure}"
+                return f"{seen}, the last snapshot before lies at {self.reached}"
             case Miss.NO_LOGITS:
                 return "the snapshot at the prompt's end has no logits"
             case Miss.BAD_FILE:

@@ -167,7 +167,7 @@ class RemoteStage:
                     f"{name} from {self._who} is {list(tensor.shape)} {tensor.dtype}, "
                     f"expected {counts[name]} rows of {dtypes[name]}"
                 )
-        return StageOutput(reply.tensors.get("hidden"), reply.tensors.get("logits"), body.skipped_pages)
+        return StageOutput(reply.tensors.get("hidden"), reply.tensors.get("logits"), frozenset(body.skipping))
 
     # State
 

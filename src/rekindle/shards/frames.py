@@ -4,11 +4,12 @@
     part 1..  the bytes of each tensor of the table, in order
 
 Nothing here can run code, and nothing is allocated or interpreted before the header has been compared with the bytes
-that came. The export side hands out views of the tensors, the import side makes tensors that view the message.
+that came. The export side hands out views of long tensors, the import side makes tensors that view the message.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_TENSORS = 4096  # tensors of one frame: three per layer, and some room
 MAX_DIMS = 8
+SHORT = 1 << 16  # bytes up to which a copy costs less than a view that somebody has to keep track of
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=1 << 16)]
@@ -122,7 +124,7 @@ class Output(Body, frozen=True):
     """
 
     pages: PagesEntry
-    skipped_pages: bool = False
+    skipping: tuple[Count, ...] = ()  # slots
 
 
 class Open(Body, frozen=True):
@@ -303,7 +305,7 @@ def import_tensors(header: Header, parts: Sequence[zmq.Frame], limits: Limits) -
         _check_entry(entry, len(part), limits)
     copy = isinstance(header.body, Forward | Output)
     return {
-        entry.name: _tensor_of(part.buffer, DTYPES[entry.dtype], entry.shape, copy)
+        entry.name: _tensor_of(part, DTYPES[entry.dtype], entry.shape, copy)
         for entry, part in zip(header.tensors, parts[1:], strict=True)
     }
 
@@ -336,15 +338,20 @@ def _dtype_name(name: str, dtype: torch.dtype) -> str:
     return DTYPE_NAMES[dtype]
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A view of a contiguous host tensor; through int16 where numpy does not know the type."""
+def _bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
+    """A view of a contiguous host tensor, through int16 where numpy does not know the type; of a short one a copy."""
+    if tensor.nbytes < SHORT:
+        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy().data
 
 
-def _tensor_of(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...], copy: bool) -> torch.Tensor:
-    if not buffer.nbytes:
-        return torch.empty(shape, dtype=dtype)
-    tensor = torch.frombuffer(buffer, dtype=dtype).view(shape)
+def _tensor_of(part: zmq.Frame, dtype: torch.dtype, shape: tuple[int, ...], copy: bool) -> torch.Tensor:
+    length = len(part)
+    if (length < SHORT and copy) or not length:
+        tensor = torch.empty(shape, dtype=dtype)
+        ctypes.memmove(tensor.data_ptr(), part.bytes, length)
+        return tensor
+    tensor = torch.frombuffer(part.buffer, dtype=dtype).view(shape)
     # A short message lies somewhere inside a larger receive buffer, possibly at an odd address.
     return tensor.clone() if copy or tensor.data_ptr() % dtype.itemsize else tensor
 

@@ -120,9 +120,9 @@ class StageHost:
         """Read the wire until something stands in line."""
         self._wire.read()
         while not self._line:
-            self._waiter.poll()
-            with suppress(BlockingIOError):
-                self._alarm.recv(64)
+            if any(ready == self._alarm.fileno() for ready, _ in self._waiter.poll()):
+                with suppress(BlockingIOError):
+                    self._alarm.recv(64)
             self._wire.read()
         return self._line.popleft()
 
@@ -182,7 +182,7 @@ class StageHost:
         hidden = self._import_hidden(batch.rows, tensors)
         output = self.stage.forward(batch, hidden)
         named = {"hidden": output.hidden, "logits": output.logits}
-        body = frames.Output(self._count_pages(), output.skipped_pages)
+        body = frames.Output(self._count_pages(), tuple(sorted(output.skipping)))
         return body, {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def _import_hidden(self, rows: int, tensors: Tensors) -> torch.Tensor | None:

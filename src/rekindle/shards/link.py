@@ -14,7 +14,7 @@ import ipaddress
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -31,6 +31,7 @@ REQUESTS, REPLIES, PULSE = b"q", b"r", b"p"
 SESSION_BYTES = 16
 ZAP_DOMAIN = b"rekindle"
 
+_SNDMORE = int(zmq.SNDMORE)
 _IPC_PATH_LIMIT = 107  # bytes of a Unix socket path
 _KEY_LENGTH = 40  # characters of a key in Z85
 
@@ -171,6 +172,23 @@ def _socket(context: Context, kind: int, endpoint: str, limits: Limits) -> Socke
     # ZeroMQ drops a peer that announces a larger part, before it takes memory for it.
     socket.setsockopt(zmq.MAXMSGSIZE, limits.frame)
     return socket
+
+
+def send_parts(socket: Socket, message: Sequence[bytes | memoryview], flags: int = 0) -> None:
+    """One message; views, which long tensors come as, are not copied."""
+    last = len(message) - 1
+    for index, part in enumerate(message):
+        socket.send(part, flags if index == last else flags | _SNDMORE, copy=isinstance(part, bytes))
+
+
+def receive_parts(socket: Socket) -> list[zmq.Frame]:
+    """The next message, as its parts came. Each part knows whether more follow, so nobody asks the socket."""
+    part = socket.recv(copy=False)
+    parts = [part]
+    while part.more:
+        part = socket.recv(copy=False)
+        parts.append(part)
+    return parts
 
 
 class AllowList:

@@ -13,7 +13,7 @@ import torch
 
 from rekindle.errors import BadFrame, SnapshotMismatch
 from rekindle.shards.frames import DeltaEntry, KvEntry, PartEntry
-from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part
+from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part, wait_for
 from rekindle.spec import PAGE, Span
 
 LayerPages = Mapping[int, tuple[Page, ...]]  # by layer
@@ -41,6 +41,7 @@ def pages_of(parts: Sequence[Part]) -> LayerPages:
 
 
 def export_parts(parts: Sequence[Part], held: LayerPages) -> ExportedParts:
+    wait_for(parts)
     entries: list[PartEntry] = []
     tensors: dict[str, torch.Tensor] = {}
     for part in parts:

@@ -31,6 +31,8 @@ from rekindle.shards.link import (
     AllowList,
     ShardKeys,
     bind_shard,
+    receive_parts,
+    send_parts,
 )
 from rekindle.shards.terms import Terms, disagreements
 from rekindle.stages.types import Stage
@@ -39,6 +41,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_LEASE = 10.0  # seconds
 _TICK = 0.05  # seconds between two looks of the watch
+_NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 
 
 class ShardServer:
@@ -107,15 +110,15 @@ class ShardServer:
             if self._router.closed:
                 return
             try:
-                self._router.send_multipart(message, flags=zmq.NOBLOCK, copy=False)
+                send_parts(self._router, message, _NOBLOCK)
             except zmq.ZMQError as error:
                 log.debug("a reply found no reader, its head's lease will end: %s", error)
 
     def _next_message(self) -> list[zmq.Frame] | None:
         with self._using:
-            if self._router.closed or not int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if self._router.closed or not int(self._router.getsockopt(zmq.EVENTS)) & _POLLIN:
                 return None
-            return self._router.recv_multipart(copy=False)
+            return receive_parts(self._router)
 
     def _watch(self) -> None:
         try:

@@ -22,7 +22,18 @@ from rekindle import errors
 from rekindle.errors import BadFrame, LinkRefused, RekindleError, StageLost
 from rekindle.shards import frames
 from rekindle.shards.frames import AnyBody, Body, Frame, Header, Limits
-from rekindle.shards.link import PULSE, REPLIES, REQUESTS, Context, HeadKeys, Socket, head_socket, new_session
+from rekindle.shards.link import (
+    PULSE,
+    REPLIES,
+    REQUESTS,
+    Context,
+    HeadKeys,
+    Socket,
+    head_socket,
+    new_session,
+    receive_parts,
+    send_parts,
+)
 from rekindle.shards.terms import Terms
 
 T = TypeVar("T")
@@ -211,7 +222,7 @@ class HeadSession:
                 if self.lost is not None:
                     raise StageLost(f"{self.who}: no {describe(body)}: lost before ({self.lost}); reconnect first")
                 self._pending[frame_id] = pending
-            self._requests.send_multipart(message, copy=False)
+            send_parts(self._requests, message)
         return pending
 
     def wait(self, pending: Pending[T]) -> None:
@@ -239,7 +250,7 @@ class HeadSession:
             self._reading = True
         try:
             while not pending._settled and self.lost is None and self._replies.poll(0):
-                self._deliver(self._replies.recv_multipart(copy=False))
+                self._deliver(receive_parts(self._replies))
         finally:
             with self._turn:
                 self._reading = False
@@ -248,7 +259,7 @@ class HeadSession:
 
     def _read_next(self, pending: Pending[T]) -> None:
         try:
-            message = self._replies.recv_multipart(copy=False)
+            message = receive_parts(self._replies)
         except zmq.Again:
             if pending._left <= 0:
                 self.lose(f"no answer within {pending._seconds:g} s")

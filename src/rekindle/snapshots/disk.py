@@ -35,7 +35,7 @@ import torch
 from rekindle.errors import BadSnapshotFile, DoesNotFit, SnapshotMismatch
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots import layout, manifest
-from rekindle.snapshots.files import check_size, digest, make_folder, read_file, sync_folder, write_whole
+from rekindle.snapshots.files import check_size, digest, make_folder, memory_for, read_into, sync_folder, write_whole
 from rekindle.snapshots.layout import Pages
 from rekindle.snapshots.manifest import FORMAT, NAME, PAGE_HEADER, VERSION, Manifest, PageRow, StretchRow, key_of
 from rekindle.snapshots.types import Snapshot
@@ -149,7 +149,6 @@ class DiskStore:
         self._deletion_failed = False
         self._live = _LivePages()
         self._numbers = itertools.count()
-        # Kept for good: what a new thread allocates is new memory, and to touch that costs more than to read a file.
         self._readers = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), "rekindle-disk-reader")
         self._lock_file = self._become_writer()
         self._scan()
@@ -409,7 +408,7 @@ class DiskStore:
             check_size(self._objects / name, nbytes)
         found = {name: self._live.find(name) for name in listed.pages}
         wanted = [name for name, column in found.items() if column is None]
-        own, *read = self._verified([(listed.own, listed.own_bytes), *((n, listed.page_bytes) for n in wanted)])
+        own, *read = self._verified((listed.own, listed.own_bytes), [(n, listed.page_bytes) for n in wanted])
         columns = {name: column for name, column in found.items() if column is not None}
         for name, content in zip(wanted, read, strict=True):
             columns[name] = (layout.read_page(listed, content), layout.read_page_tokens(content))
@@ -424,19 +423,19 @@ class DiskStore:
             self._live.remember(name, columns[name][0], columns[name][1].copy())
         return snapshot
 
-    def _verified(self, objects: Sequence[tuple[str, int]]) -> list[torch.Tensor]:
-        """Read objects and check their digests, several at a time."""
-        if len(objects) == 1:
-            return [self._verify(objects[0])]
-        return list(self._readers.map(self._verify, objects))
+    def _verified(self, own: tuple[str, int], pages: Sequence[tuple[str, int]]) -> list[torch.Tensor]:
+        """Read objects and check their digests, several at a time: the own object, which is the longest, first."""
+        objects = [own, *pages]
+        # Apart from the pages, which outlive it in longer snapshots of the chain.
+        memory = memory_for([own[1]]) + memory_for([nbytes for _, nbytes in pages])
+        for _ in self._readers.map(self._verify, [name for name, _ in objects], memory):
+            pass
+        return [torch.from_numpy(content) for content in memory]
 
-    def _verify(self, named: tuple[str, int]) -> torch.Tensor:
-        name, nbytes = named
-        content, found = read_file(self._objects / name, nbytes)
-        if found != name:
+    def _verify(self, name: str, memory: np.ndarray) -> None:
+        if read_into(memory, self._objects / name) != name:
             self._drop_object(name)
             raise BadSnapshotFile(f"object {name} has been altered: its digest is not its name")
-        return content
 
     def touch(self, id: str) -> None:
         """Note a use, for retention after a restart. A hint: a disk that refuses it loses nothing else."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from rekindle.errors import BadSnapshotFile
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-MANY_THREADS = 16 << 20  # bytes from which one digest is worth several threads
+MANY_THREADS = 16 << 20  # bytes of a file from which reading it is worth several threads
 READ_PIECE = 512 << 10  # bytes; small enough for a core's own cache
+MAPPING = 32 << 20  # bytes of memory that objects read together share
+EDGE = 256  # bytes on which an object begins in it
 
 
 def raw(tensor: torch.Tensor) -> Bytes:
@@ -27,9 +31,11 @@ def raw(tensor: torch.Tensor) -> Bytes:
 
 
 def digest(pieces: Sequence[Bytes]) -> str:
-    """The name of an object: the first 16 bytes of the blake3 of its content, in hex."""
-    total = sum(piece.nbytes for piece in pieces)
-    hasher = blake3(max_threads=blake3.AUTO if total >= MANY_THREADS else 1)
+    """The name of an object: the first 16 bytes of the blake3 of its content, in hex.
+
+    On the caller's thread alone: the disk writer's stands back behind the token path, a crowd of helpers would not.
+    """
+    hasher = blake3(max_threads=1)
     for piece in pieces:
         hasher.update(piece.data)
     return hasher.hexdigest(length=16)
@@ -76,17 +82,50 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_file(path: Path, nbytes: int) -> tuple[torch.Tensor, str]:
-    """The file's bytes in memory of our own, and their digest.
+def memory_for(sizes: Sequence[int]) -> list[Bytes]:
+    """Fresh memory for objects that are read together, each on an EDGE, as few large mappings.
 
-    Not a mapping: a file that is cut short under a mapping kills the process, and one that is altered after its
-    digest was checked gives a wrong answer. Each piece is hashed while the processor's caches still hold it.
+    To touch fresh memory costs more than to read a file into it, so the system is asked for large pages. A mapping
+    lives as long as anything in it: no mapping holds much more than MAPPING bytes, so that an object which outlives
+    its neighbours keeps little beside itself that no budget counts.
     """
-    many = nbytes >= MANY_THREADS
+    found: list[Bytes] = []
+    together: list[int] = []
+    for nbytes in sizes:
+        if together and sum(map(_on_edge, together)) + nbytes > MAPPING:
+            found += _mapped(together)
+            together = []
+        together.append(nbytes)
+    return found + _mapped(together)
+
+
+def _on_edge(nbytes: int) -> int:
+    return -(-nbytes // EDGE) * EDGE
+
+
+def _mapped(sizes: Sequence[int]) -> list[Bytes]:
+    """One mapping, cut. It goes back to the system with the last piece."""
+    starts = list(accumulate(map(_on_edge, sizes), initial=0))
+    if not starts[-1]:
+        return [np.empty(0, dtype=np.uint8) for _ in sizes]
+    mapping = mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without large pages is slower, not wrong
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory: Bytes = np.frombuffer(mapping, dtype=np.uint8)
+    return [memory[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=False)]
+
+
+def read_into(memory: Bytes, path: Path) -> str:
+    """Fill memory of our own with the file's bytes; returns their digest.
+
+    Not a mapping of the file: one that is cut short under a mapping kills the process, and one that is altered after
+    its digest was checked gives a wrong answer. Each piece is hashed while the processor's caches still hold it.
+    """
+    many = memory.nbytes >= MANY_THREADS
     hasher = blake3(max_threads=blake3.AUTO if many else 1)
     piece = MANY_THREADS // 2 if many else READ_PIECE
-    data = np.empty(nbytes, dtype=np.uint8)
-    left = data.data
+    left = memory.data
     try:
         with path.open("rb", buffering=0) as file:
             while left and (got := file.readinto(left[:piece])):
@@ -95,8 +134,8 @@ def read_file(path: Path, nbytes: int) -> tuple[torch.Tensor, str]:
     except OSError as error:
         raise BadSnapshotFile(f"{path.name}: cannot be read: {error.strerror}") from error
     if left:
-        raise BadSnapshotFile(f"{path.name}: ends {len(left)} bytes before the {nbytes} that the manifest says")
-    return torch.from_numpy(data), hasher.hexdigest(length=16)
+        raise BadSnapshotFile(f"{path.name}: ends {len(left)} bytes before the {memory.nbytes} that the manifest says")
+    return hasher.hexdigest(length=16)
 
 
 def check_size(path: Path, nbytes: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -83,12 +84,14 @@ def _own_tensors(snapshot: Snapshot) -> list[tuple[str, int | None, torch.Tensor
 
 
 def read_page(manifest: Manifest, content: torch.Tensor) -> Pages:
-    """The layers of one page object, as views of its bytes."""
-    pages = []
+    """The layers of one page object, as views of its bytes; layers that are alike are cut at once."""
+    pages: list[Page] = []
     start = PAGE_HEADER
-    for row in manifest.page_rows:
-        pages.append(Page(_view(content, start, row.nbytes, row.dtype, row.shape)))
-        start += row.nbytes
+    for (dtype, shape), alike in groupby(manifest.page_rows, key=lambda row: (row.dtype, row.shape)):
+        rows = list(alike)
+        nbytes = sum(row.nbytes for row in rows)
+        pages += map(Page, _view(content, start, nbytes, dtype, (len(rows), *shape)).unbind())
+        start += nbytes
     return tuple(pages)
 
 

@@ -6,7 +6,7 @@ once and only the recurrent parts anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,15 @@ import torch
 
 from rekindle.errors import SnapshotMismatch
 from rekindle.spec import PAGE
+
+
+class Ready(Protocol):
+    """Copies to host memory that may still be under way. A published snapshot is complete; whoever captures for
+    another purpose waits before the host reads."""
+
+    @property
+    def done(self) -> bool: ...
+    def wait(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -26,6 +35,7 @@ class Page:
     """
 
     data: torch.Tensor  # [2, PAGE, kv_heads, row] in host memory, contiguous; row is head_dim for float types
+    pinned: bool = False  # a GPU of this process can read it where it lies
 
     @property
     def nbytes(self) -> int:
@@ -40,6 +50,7 @@ class KvPart:
     pages: tuple[Page, ...]
     tail: torch.Tensor  # [2, rows, kv_heads, row], 0 <= rows < PAGE
     query: torch.Tensor | None = None  # [heads, dim] float32: what a sparse run chooses its pages by
+    ready: Ready | None = None  # of all the part holds, pages too; None: complete
 
     @property
     def position(self) -> int:
@@ -58,6 +69,7 @@ class DeltaPart:
     layer: int
     state: torch.Tensor  # [value_heads, key_dim, value_dim] float32, value heads in tiled order
     window: torch.Tensor  # [conv_width - 1, conv_channels] float32, oldest row first
+    ready: Ready | None = None
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +77,20 @@ class DeltaPart:
 
 
 Part = KvPart | DeltaPart
+
+
+def are_complete(parts: Iterable[Part]) -> bool:
+    return all(ready.done for ready in _readies(parts))
+
+
+def wait_for(parts: Iterable[Part]) -> None:
+    """Return when every copy the parts hold is complete."""
+    for ready in _readies(parts):
+        ready.wait()
+
+
+def _readies(parts: Iterable[Part]) -> set[Ready]:
+    return {part.ready for part in parts if part.ready is not None}
 
 
 @dataclass(frozen=True, slots=True)

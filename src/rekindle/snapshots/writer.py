@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -18,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE = 15.0  # seconds without an attempt after the disk refused
 LONGEST_PAUSE = 600.0
+# Niceness: some 3 % of a core that others want. Not the last rank of all: whoever is starved while it holds the
+# interpreter's lock holds up the token path too.
+RANK = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,7 @@ class DiskWriter:
         self._thread.join()
 
     def _run(self) -> None:
+        _stand_back()
         while (save := self._next()) is not None:
             try:
                 save.done(self._attempt(save))
@@ -150,3 +156,12 @@ class DiskWriter:
             logger.warning("disk tier %s: cannot save: %s; serving goes on from RAM", self.store.folder, error)
         self._pause = min(max(self._pause * 2, FIRST_PAUSE), LONGEST_PAUSE)
         self._retry_at = self._clock() + self._pause
+
+
+def _stand_back() -> None:
+    """Leave the processors to the others: a decode step waits for the slowest of its threads, so one that shares its
+    core with hashing and writing slows all of them down. Only Linux gives threads a rank of their own.
+    """
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(RANK, os.getpriority(os.PRIO_PROCESS, thread)))

@@ -1,143 +1,168 @@
-"""Decode steps as replayed CUDA graphs: one launch for all layers, no gaps between kernels.
+"""Decode and verify steps that are recorded once and replayed: on a GPU one launch for all layers, without gaps.
 
-A graph is recorded per number of rows and per width of the page tables, both rounded up, the first time it is
-needed. Its inputs are static buffers: one packed copy per step brings tokens, slots, positions and page tables to the
-device. Padded rows work on a slot and a page that nobody else reads.
+A step is recorded per form (rows and width of the page tables, both rounded up), the first time it is needed. Its
+inputs are static buffers that a layout fills; what a step computes is the code that runs a batch unrecorded. Who
+records is given: CUDA graphs on a GPU, or anything that runs the step again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from rekindle.batch import Batch
-from rekindle.kernels.ragged import Ragged
+from rekindle.kernels.gated_delta import replay_rows
 from rekindle.models.model import ModelSpan
-from rekindle.models.state import LayerState
+from rekindle.models.state import DeltaState, LayerState
+from rekindle.pool import Seat
+from rekindle.stages.layout import Form, Layout
 from rekindle.stages.types import Ahead
 
 BUFFERS = 3  # host buffers in turn: a copy may still be under way while the next step is laid out
 
+_recording = threading.Lock()  # one stage at a time: a device that is waited for must not be recording elsewhere
 
-def round_up(count: int) -> int:
-    """1, 2, 4, 8, 12, 16, 24, 32, 48, 64, …: at most a third of the rows are padding."""
-    size = 1
-    while size < count:
-        size = size * 3 // 2 if size >= 8 and size & (size - 1) == 0 else 1 << size.bit_length()
-    return size
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # runs a step, and gives what runs it again
 
 
-def round_width(pages: int) -> int:
-    """Page-table widths in powers of four from 16: few graphs, and short contexts do not pay for long ones."""
-    width = 16
-    while width < pages:
-        width *= 4
-    return width
+class GraphRecorder:
+    """Records into CUDA graphs, which share their memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream(device)  # torch's own for graphs lies on whichever device recorded first
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Runs the step first, outside the graph, so that every kernel is compiled."""
+        with _recording:
+            return self._capture(step)
+
+    def _capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            step()
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads go on allocating while this one records, pinned memory too: that mode forbids it to this one.
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._side, capture_error_mode="thread_local"):
+            step()
+        return graph.replay
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Graph:
-    replay: torch.cuda.CUDAGraph
-    packed: torch.Tensor  # int32 on the device: tokens, slots, positions, tables
-    ragged: Ragged  # its tensors must live as long as the graph that reads them
-    hidden_in: torch.Tensor | None
-    output: torch.Tensor  # hidden or logits
-    host: list[torch.Tensor]  # pinned, in turn
+class _Host:
+    """Buffers in host memory, pinned beside a GPU, in turn; none is given again before its copy is done."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        gpu = device.type == "cuda"
+        self._buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=gpu) for _ in range(BUFFERS)]
+        self._copied = [torch.cuda.Event() for _ in range(BUFFERS)] if gpu else []
+        self._turn = 0
+
+    @contextmanager
+    def next(self) -> Iterator[torch.Tensor]:
+        """A buffer to fill and to copy from, inside the block."""
+        self._turn = (self._turn + 1) % BUFFERS
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        yield self._buffers[self._turn]
+        if self._copied:
+            self._copied[self._turn].record()
 
 
-class DecodeGraphs:
-    """The recorded decode steps of one stage."""
+class _Step:
+    """One form of a step: static inputs, and the output of the last run."""
+
+    def __init__(self, model: ModelSpan, states: Mapping[int, LayerState], layout: Layout) -> None:
+        self._model = model
+        self._states = states
+        self.layout = layout
+        self.host = _Host(layout.form.size, model.device)
+        self.output: torch.Tensor | None = None  # hidden or logits; recorded, the buffer that every replay fills
+        self.hidden_in: torch.Tensor | None = None
+        if not model.is_first:
+            shape = (layout.form.rows, model.spec.hidden)
+            self.hidden_in = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self.replay: Callable[[], None] = self.run
+
+    def run(self) -> None:
+        x = self._model.enter(self.layout.tokens, self.hidden_in)
+        x = self._model.run(x, self.layout.ragged, self._states)
+        self.output = self._model.leave(x) if self._model.is_last else x
+
+
+class RecordedSteps:
+    """The recorded steps of one stage."""
 
     def __init__(
-        self, model: ModelSpan, states: Mapping[int, LayerState], scratch_slot: int, scratch_page: int
+        self,
+        model: ModelSpan,
+        states: Mapping[int, LayerState],
+        scratch_slot: int,
+        scratch_page: int,
+        record: Recorder,
     ) -> None:
         self._model = model
         self._states = states
         self._scratch_slot = scratch_slot
         self._scratch_page = scratch_page
-        self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._memory = torch.cuda.graph_pool_handle()
-        self._turn = 0
+        self._record = record
+        self._steps: dict[Form, _Step] = {}
+        self._rewind: Callable[[], None] | None = None
+        self._where = torch.zeros(2, dtype=torch.int32, device=model.device)  # slot and rows of a rewind
+        self._where_host = _Host(2, model.device)
 
     def run(
-        self, batch: Batch, tables: Sequence[Sequence[int]], hidden: torch.Tensor | None, ahead: Ahead | None
+        self, form: Form, batch: Batch, seats: Sequence[Seat], hidden: torch.Tensor | None, ahead: Ahead | None
     ) -> torch.Tensor:
-        """One row per segment -> hidden or logits [segments, …], a copy that later steps do not touch."""
-        rows, width = round_up(len(batch.segments)), round_width(max(map(len, tables), default=1))
-        graph = self._graphs.get((rows, width)) or self._record(rows, width)
-        self._fill(graph, batch, tables, rows, width)
+        """A batch that `form` serves -> hidden or logits [batch.rows, …], a copy that later steps do not touch."""
+        step = self._steps.get(form) or self._make(form)
+        with step.host.next() as host:
+            step.layout.fill(batch, seats, host)
         if ahead is not None:
-            self._take_drawn(graph, ahead)
-        if graph.hidden_in is not None:
+            step.layout.take_drawn(ahead)
+        if step.hidden_in is not None:
             assert hidden is not None, "a stage that is not the first gets activations"
-            graph.hidden_in[: len(batch.segments)].copy_(hidden, non_blocking=True)
-        graph.replay.replay()
-        return graph.output[: len(batch.segments)].clone()
+            step.hidden_in[: batch.rows].copy_(hidden, non_blocking=True)
+        step.replay()
+        assert step.output is not None, "a step that ran has an output"
+        return step.output[: batch.rows].clone()
 
-    def _fill(self, graph: _Graph, batch: Batch, tables: Sequence[Sequence[int]], rows: int, width: int) -> None:
-        self._turn = (self._turn + 1) % BUFFERS
-        host = graph.host[self._turn]
-        values = host.numpy()
-        count = len(batch.segments)
-        values[:rows] = 0
-        values[rows : 2 * rows] = self._scratch_slot
-        values[2 * rows : 3 * rows] = 0
-        values[:count] = [max(0, segment.tokens[0]) for segment in batch.segments]
-        values[rows : rows + count] = [segment.slot for segment in batch.segments]
-        values[2 * rows : 2 * rows + count] = [segment.position for segment in batch.segments]
-        pages = values[3 * rows :].reshape(rows, width)
-        pages[:] = self._scratch_page
-        for row, table in zip(pages, tables, strict=False):
-            row[: len(table)] = table
-        graph.packed.copy_(host, non_blocking=True)
+    def _make(self, form: Form) -> _Step:
+        """Recorded over padding alone, so that nobody's state moves."""
+        layout = Layout(form, self._model.device, self._scratch_slot, self._scratch_page)
+        step = _Step(self._model, self._states, layout)
+        with step.host.next() as host:
+            layout.fill(None, (), host)
+        step.replay = self._record(step.run)
+        self._steps[form] = step
+        return step
 
-    def _take_drawn(self, graph: _Graph, ahead: Ahead) -> None:
-        count = len(ahead.rows)
-        if ahead.rows == tuple(range(count)) and ahead.sources == ahead.rows:
-            graph.packed[:count].copy_(ahead.tokens[:count])
-        else:
-            device = ahead.tokens.device
-            drawn = ahead.tokens[torch.tensor(ahead.sources, device=device)]
-            graph.packed[torch.tensor(ahead.rows, device=device)] = drawn.int()
+    def rewind(self, slot: int, count: int) -> None:
+        """All DeltaNet layers of the slot go to where they stood after `count` rows of its last block."""
+        if self._rewind is None:
+            self._send_where(self._scratch_slot, 0)
+            self._rewind = self._record(lambda: rewind_layers(self._states, self._where))
+        self._send_where(slot, count)
+        self._rewind()
 
-    def _record(self, rows: int, width: int) -> _Graph:
-        """Record the step for so many rows. Runs it first, outside the graph, so that every kernel is compiled."""
-        model, device = self._model, self._model.device
-        size = 3 * rows + rows * width
-        packed = torch.zeros(size, dtype=torch.int32, device=device)
-        packed[rows : 2 * rows] = self._scratch_slot
-        packed[3 * rows :] = self._scratch_page
-        hidden_in = None
-        if not model.is_first:
-            hidden_in = torch.zeros(rows, model.spec.hidden, dtype=model.dtype, device=device)
-        ragged = Ragged(
-            starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
-            slots=packed[rows : 2 * rows],
-            positions=packed[2 * rows : 3 * rows],
-            row_positions=packed[2 * rows : 3 * rows],
-            row_segments=torch.arange(rows, dtype=torch.int32, device=device),
-            tables=packed[3 * rows :].view(rows, width),
-            lengths=(1,) * rows,
-            befores=(0,) * rows,
-            slot_list=(self._scratch_slot,) * rows,
-        )
+    def _send_where(self, slot: int, count: int) -> None:
+        with self._where_host.next() as host:
+            host[0], host[1] = slot, count
+            self._where.copy_(host, non_blocking=True)
 
-        def step() -> torch.Tensor:
-            x = model.enter(packed[:rows], hidden_in)
-            x = model.run(x, ragged, self._states)
-            return model.leave(x) if model.is_last else x
+    def forget_blocks(self) -> None:
+        """What rewind goes back into lies in new memory: steps over the old one are of no use."""
+        self._steps = {form: step for form, step in self._steps.items() if not form.rewindable}
+        self._rewind = None
 
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream(device).wait_stream(side)
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            output = step()
-        host = [torch.zeros(size, dtype=torch.int32).pin_memory() for _ in range(BUFFERS)]
-        self._graphs[rows, width] = _Graph(graph, packed, ragged, hidden_in, output, host)
-        return self._graphs[rows, width]
+
+def rewind_layers(states: Mapping[int, LayerState], where: torch.Tensor) -> None:
+    for state in states.values():
+        if isinstance(state, DeltaState):
+            assert state.kept is not None, "only a rewindable forward can be gone back into"
+            replay_rows(state.kept, where, state.states, state.windows)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.errors import SnapshotMismatch
 from rekindle.kernels.attention.rows import KV_DTYPES, row_size
-from rekindle.kernels.gated_delta import replay_rows
-from rekindle.kernels.ragged import Ragged
 from rekindle.models.model import ModelSpan
 from rekindle.models.state import DeltaState, KvState, LayerState
-from rekindle.pool import KvMode, PagePool, PagingCounts, Policy, PoolReader, host_copies
-from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part
+from rekindle.pool import STOCK, KvMode, PagePool, PagingCounts, Policy, PoolReader, Seat
+from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part, wait_for
 from rekindle.spec import PAGE, Span
-from rekindle.stages.graphs import DecodeGraphs, round_up
+from rekindle.stages.graphs import GraphRecorder, RecordedSteps, Recorder, rewind_layers
+from rekindle.stages.layout import Form, Layout, round_up
 from rekindle.stages.types import Ahead, PageCount, StageOutput
+
+WORK = ("step:recorded", "step:eager", "experts:ring", "experts:ring and cpu", "experts:stream", "experts:host")
+NOWHERE = Seat(np.zeros(0, dtype=np.int32), 0, None, 0)  # the pages of a segment in a span without attention
 
 
 class LocalStage:
@@ -34,7 +38,13 @@ class LocalStage:
         host_pages: int = 0,
         kv_mode: KvMode = "exact",
         policy: Policy = "qk",
+        rewind_rows: int = 0,
+        record: Recorder | None = None,
+        slabs: int = STOCK,
     ) -> None:
+        """rewind_rows: of the longest block to verify, for which there is room from the start.
+        slabs: of pinned memory that wait for captures, on a GPU.
+        record: who records the steps that are replayed; on a GPU, unless told, CUDA graphs."""
         self.model = model
         self.slots = slots
         spec = model.spec
@@ -46,15 +56,23 @@ class LocalStage:
             KV_DTYPES[kv_type],
             model.device,
             host_pages,
+            slabs,
         )
-        self._reader = PoolReader(self.pool, kv_mode, policy)
+        self._reader = PoolReader(self.pool, kv_mode, policy, open_pages=2 if rewind_rows else 1)
         self._tables = [self.pool.new_table() for _ in range(slots)]
         self._states = self._make_states()
         self._prepared: dict[int, tuple[int, tuple[Part, ...]]] = {}  # by slot: position and parts to be restored
-        self._kept: set[int] = set()  # slots whose last rows can be gone back into
-        self._graphs = None
-        if model.device.type == "cuda" and kv_type != "q8":  # no kernel reads packed rows in a graph yet
-            self._graphs = DecodeGraphs(model, self._states, scratch_slot=slots, scratch_page=pages)
+        self._kept: dict[int, int] = {}  # by slot: the position where the block began that can be gone back into
+        self._kept_rows = 0  # of a block that there is room for
+        self._work = Counter(dict.fromkeys(WORK, 0))
+        self._ways: dict[int, Counter[str]] = {}
+        if record is None and model.device.type == "cuda":
+            record = GraphRecorder(model.device)
+        self._steps = None
+        if record is not None:
+            self._steps = RecordedSteps(model, self._states, self.slots, self.pool.scratch_page, record)
+        if rewind_rows:
+            self._make_room(rewind_rows)
 
     def _make_states(self) -> dict[int, LayerState]:
         spec, span = self.model.spec, self.model.span
@@ -86,8 +104,25 @@ class LocalStage:
     def paging(self) -> PagingCounts:
         return self.pool.counts
 
+    def work(self) -> Counter[str]:
+        """Asked from any thread: nothing but numbers changes here."""
+        moved = self.pool.counts
+        counts = Counter(self._work)
+        counts["swaps:"] = self.model.swaps
+        counts["pages:out"], counts["pages:in"] = moved.page_outs, moved.page_ins
+        counts["pages:away"], counts["pages:skipped"] = moved.away_attended, moved.skipped
+        return counts
+
+    def _count(self, how: str, rows: int) -> None:
+        self._work[f"step:{how}"] += 1
+        if rows not in self._ways:  # a function of the rows alone
+            self._ways[rows] = self.model.ways(rows)
+        for way, layers in self._ways[rows].items():
+            self._work[f"experts:{way}"] += layers
+
     def stop(self) -> None:
-        """Nothing outlives the process."""
+        """End the threads. It holds its state, and can be asked for it, until the process ends."""
+        self.pool.stop()
 
     # Running
 
@@ -127,26 +162,32 @@ class LocalStage:
 
     def _forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None) -> StageOutput:
         self._prepare(batch)
-        if self._graphs is not None and self._replayable(batch):
+        seats = self._reader.seats() if self.pool.kv else [NOWHERE] * len(batch.segments)
+        form = Form.of(batch, seats)
+        recorded = self._recorded(form)
+        wanted = _wanted_rows(batch) if self.model.is_last else None
+        if self._steps is not None and recorded is not None:
             self.model.settle(batch.rows)
-            tables = [self._tables[segment.slot].places(self.pool.scratch_page) for segment in batch.segments]
-            x = self._graphs.run(batch, tables, hidden, ahead)
-            self._advance(batch)
-            return StageOutput(None, x) if self.model.is_last else StageOutput(x, None)
-        rows = self._lay_out(batch)
-        x = self.model.enter(_token_rows(batch, ahead), hidden)
-        x = self.model.run(x, rows, self._states)
+            x = self._steps.run(recorded, batch, seats, hidden, ahead)
+            x = x if wanted is None else x[wanted]
+            self._count("recorded", recorded.rows)
+        else:
+            self._count("eager", batch.rows)
+            layout = self._lay_out(form, batch, seats, ahead)
+            x = self.model.run(self.model.enter(layout.tokens, hidden), layout.ragged, self._states)
+            if self.model.is_last and batch.logit_rows:
+                x = self.model.leave(x if wanted is None else x[wanted])
         self._advance(batch)
+        skipping = self._reader.skipping
         if not self.model.is_last:
-            return StageOutput(x, None, self._reader.skips)
-        wanted = _wanted_rows(batch)
-        logits = self.model.leave(x[wanted] if wanted is not None else x) if batch.logit_rows else None
-        return StageOutput(None, logits, self._reader.skips)
+            return StageOutput(x, None, skipping)
+        return StageOutput(None, x if batch.logit_rows else None, skipping)
 
-    def _replayable(self, batch: Batch) -> bool:
-        """A decode step that needs nothing of the host: no rows to keep, no pages or experts that lie there."""
-        decodes = batch.rows == len(batch.segments) and not batch.rewindable
-        return decodes and self._reader.replayable and self.model.can_record(round_up(batch.rows))
+    def _recorded(self, form: Form) -> Form | None:
+        """The form of the recorded step that serves this one; it needs no pages or experts that lie on the host."""
+        padded = form.padded()
+        can = padded is not None and self._reader.replayable and self.model.can_record(padded.rows)
+        return padded if can else None
 
     def _prepare(self, batch: Batch) -> None:
         """Pages for every row; rows kept by the slots' last forward are of no use any more."""
@@ -155,55 +196,37 @@ class LocalStage:
             assert table.position == segment.position, (
                 f"slot {segment.slot} stands at {table.position}, the segment begins at {segment.position}"
             )
-            if segment.slot in self._kept:
-                self._forget_rows(segment.slot)
+            self._kept.pop(segment.slot, None)
         if self.pool.kv:
             tables = [self._tables[segment.slot] for segment in batch.segments]
             self._reader.prepare(batch.segments, tables, batch.rewindable)
         if batch.rewindable:
-            self._kept.update(segment.slot for segment in batch.segments)
+            self._make_room(max(map(len, batch.segments)))
+            self._kept.update((segment.slot, segment.position) for segment in batch.segments)
+
+    def _make_room(self, rows: int) -> None:
+        """Blocks of so many rows can be kept in every slot; the plan counts these bytes."""
+        if rows <= self._kept_rows:
+            return
+        self._kept_rows = round_up(rows)
+        for state in self._states.values():
+            if isinstance(state, DeltaState):
+                assert self.model.spec.delta is not None, "a DeltaNet state of a model without DeltaNet sizes"
+                state.make_room(self.model.spec.delta, self._kept_rows)
+        if self._steps is not None:
+            self._steps.forget_blocks()
 
     def _advance(self, batch: Batch) -> None:
         self._reader.advance()
         for segment in batch.segments:
             self._tables[segment.slot].position = segment.end
 
-    def _forget_rows(self, slot: int) -> None:
-        self._kept.discard(slot)
-        for state in self._states.values():
-            if isinstance(state, DeltaState):
-                state.kept.pop(slot, None)
-
-    def _lay_out(self, batch: Batch) -> Ragged:
-        """The batch as tensors on the device."""
-        starts, slots, positions = [0], list[int](), list[int]()
-        row_positions, row_segments = list[int](), list[int]()
-        for i, segment in enumerate(batch.segments):
-            starts.append(starts[-1] + len(segment))
-            slots.append(segment.slot)
-            positions.append(segment.position)
-            row_positions.extend(range(segment.position, segment.end))
-            row_segments.extend([i] * len(segment))
-        tables = [self._tables[segment.slot].places(self.pool.scratch_page) for segment in batch.segments]
-        longest = max(1, max(map(len, tables)))
-        padded = [pages + [self.pool.scratch_page] * (longest - len(pages)) for pages in tables]
-        device = self.model.device
-
-        def int32(values: Sequence[object]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
-
-        return Ragged(
-            starts=int32(starts),
-            slots=int32(slots),
-            positions=int32(positions),
-            row_positions=int32(row_positions),
-            row_segments=int32(row_segments),
-            tables=int32(padded),
-            lengths=tuple(map(len, batch.segments)),
-            befores=tuple(positions),
-            slot_list=tuple(slots),
-            rewindable=batch.rewindable,
-        )
+    def _lay_out(self, form: Form, batch: Batch, seats: Sequence[Seat], ahead: Ahead | None) -> Layout:
+        layout = Layout(form, self.model.device, self.slots, self.pool.scratch_page)
+        layout.fill(batch, seats, torch.zeros(form.size, dtype=torch.int32))
+        if ahead is not None:
+            layout.take_drawn(ahead)
+        return layout
 
     # State
 
@@ -217,7 +240,7 @@ class LocalStage:
             for state in self._states.values():
                 if isinstance(state, DeltaState):
                     state.reset(slot)
-        self._kept.discard(slot)
+        self._kept.pop(slot, None)
 
     def capture(self, slot: int) -> list[Part]:
         with self._on_device():
@@ -227,28 +250,31 @@ class LocalStage:
         table = self._tables[slot]
         sealed, rest = divmod(table.position, PAGE)
         pages = self.pool.export(table.pages[:sealed]) if self.pool.kv else []
-        copies = iter(host_copies(self._own_tensors(slot, sealed, rest)))
+        own = iter(self.pool.copies.take_live(self._own_tensors(slot, sealed, rest)))
+        ready = self.pool.copies.ready()
+        by_layer = iter(zip(*pages, strict=True))
         parts: list[Part] = []
-        kv_index = 0
         for layer in self.span.layers:
             if isinstance(self._states[layer], DeltaState):
-                parts.append(DeltaPart(layer, next(copies), next(copies)))
+                parts.append(DeltaPart(layer, next(own), next(own), ready))
                 continue
-            query = None if table.query is None else host_copies([table.query[kv_index]])[0]
-            parts.append(KvPart(layer, tuple(page[kv_index] for page in pages), next(copies), query))
-            kv_index += 1
+            tail, query = next(own), None if table.query is None else next(own)
+            parts.append(KvPart(layer, next(by_layer, ()), tail, query, ready))
         return parts
 
     def _own_tensors(self, slot: int, sealed: int, rest: int) -> list[torch.Tensor]:
-        """What no other snapshot can share, layer by layer: state and window, or the rows of the open page."""
-        tensors = list[torch.Tensor]()
+        """What no other snapshot can share, layer by layer: state and window, or the open page's rows and
+        the query that a sparse run chose by."""
+        tensors, table = list[torch.Tensor](), self._tables[slot]
         for layer in self.span.layers:
             state = self._states[layer]
             if isinstance(state, DeltaState):
                 tensors += [state.states[slot], state.windows[slot]]
-            else:
-                place = self._tables[slot].pages[sealed].place if rest else 0
-                tensors.append(state.kv[place, :, :rest])
+                continue
+            place = table.pages[sealed].place if rest else 0
+            tensors.append(state.kv[place, :, :rest])
+            if table.query is not None:
+                tensors.append(table.query[state.index])
         return tensors
 
     def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
@@ -258,6 +284,7 @@ class LocalStage:
 
     def prepare_restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
         own = tuple(part for part in parts if part.layer in self.span)
+        wait_for(own)
         self._check_parts(own, position)
         pages = next((part.pages for part in own if isinstance(part, KvPart)), ())
         self.pool.check_room(self._tables[slot], pages, position)
@@ -278,11 +305,12 @@ class LocalStage:
 
     def _adopt(self, slot: int, position: int, own: Sequence[Part]) -> None:
         self._restore_kv(slot, position, [part for part in own if isinstance(part, KvPart)])
+        pairs = list[tuple[torch.Tensor, torch.Tensor]]()
         for part in own:
             state = self._states[part.layer]
             if isinstance(part, DeltaPart) and isinstance(state, DeltaState):
-                state.states[slot].copy_(part.state)
-                state.windows[slot].copy_(part.window)
+                pairs += [(state.states[slot], part.state), (state.windows[slot], part.window)]
+        self.pool.copies.send(pairs)
         self._tables[slot].position = position
 
     def _restore_kv(self, slot: int, position: int, parts: list[KvPart]) -> None:
@@ -297,7 +325,7 @@ class LocalStage:
         rest = position % PAGE
         for layer, part in zip(self.pool.kv, parts, strict=True):
             if rest:
-                layer[table.pages[-1].place, :, :rest].copy_(part.tail)
+                layer[table.pages[-1].place, :, :rest].copy_(part.tail, non_blocking=True)
         table.position = position
         queries = [part.query for part in parts if part.query is not None]
         self._reader.take_up(table, torch.stack(queries) if len(queries) == len(parts) else None)
@@ -336,19 +364,19 @@ class LocalStage:
         table = self._tables[slot]
         if position == table.position:
             return
-        for layer in self.model.spec.delta_layers(self.span):
-            state = self._states[layer]
-            assert isinstance(state, DeltaState)
-            kept = state.kept.get(slot)
-            assert kept is not None and kept.position <= position, (
-                f"slot {slot} cannot go back to {position}: its last rewindable segment does not reach it"
-            )
-            count = position - kept.position
-            state.states[slot].copy_(replay_rows(kept.state, kept.k, kept.delta, kept.g, count))
-            rows = torch.cat([kept.window, kept.inputs[:count].to(kept.window.dtype)])
-            state.windows[slot].copy_(rows[count:])
-        if self.pool.kv:
-            self.pool.truncate(table, position)
+        began = self._kept.get(slot)
+        assert began is not None, f"slot {slot} cannot go back to {position}: its last forward was not rewindable"
+        assert began <= position < table.position, (
+            f"slot {slot} cannot go to {position}: its last rewindable segment reaches from {began} to {table.position}"
+        )
+        with self._on_device():
+            if self._steps is not None and self.model.spec.delta_layers(self.span):
+                self._steps.rewind(slot, position - began)
+            else:
+                where = torch.tensor([slot, position - began], dtype=torch.int32, device=self.model.device)
+                rewind_layers(self._states, where)
+            if self.pool.kv:
+                self.pool.truncate(table, position)
         table.position = position
 
     def check(self) -> None:
@@ -374,19 +402,8 @@ def _join(outputs: Sequence[StageOutput]) -> StageOutput:
     return StageOutput(
         rows([output.hidden for output in outputs]),
         rows([output.logits for output in outputs]),
-        any(output.skipped_pages for output in outputs),
+        frozenset[int]().union(*(output.skipping for output in outputs)),
     )
-
-
-def _token_rows(batch: Batch, ahead: Ahead | None) -> list[int] | torch.Tensor:
-    """The token of every row; those drawn ahead are put in where they were drawn, without a stop at the host."""
-    tokens = [token for segment in batch.segments for token in segment.tokens]
-    if ahead is None:
-        return tokens
-    device = ahead.tokens.device
-    rows = torch.tensor(tokens, device=device)
-    rows[torch.tensor(ahead.rows, device=device)] = ahead.tokens[torch.tensor(ahead.sources, device=device)]
-    return rows
 
 
 def _wanted_rows(batch: Batch) -> torch.Tensor | None:
@@ -401,4 +418,4 @@ def _wanted_rows(batch: Batch) -> torch.Tensor | None:
         elif segment.wanted is Wanted.LAST:
             rows.append(stop - 1)
         start = stop
-    return torch.tensor(rows)
+    return torch.tensor(rows, dtype=torch.long)

@@ -8,31 +8,33 @@ that was asked for between two chunks sees every stage between these two chunks.
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 
 from rekindle.batch import Batch
-from rekindle.errors import StageLost
+from rekindle.errors import RekindleError, StageLost
 from rekindle.snapshots.types import Part
 from rekindle.spec import Span
-from rekindle.stages.types import Ahead, PageCount, Recoverable, Stage, StageOutput, TwoPhaseRestore
+from rekindle.stages.lines import Step, line_for
+from rekindle.stages.types import Ahead, Counting, PageCount, Recoverable, Stage, StageOutput, TwoPhaseRestore
 
 T = TypeVar("T")
 
 
 class Pipeline:
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Stage], take_in: Callable[[Span, RekindleError], Stage] | None = None) -> None:
+        """take_in: another stage for a span whose own stays away, for the reason given; or raises StageLost."""
         _check_tiling([stage.span for stage in stages])
         self.stages = tuple(stages)
-        self._lines = [_Line(f"stage {stage.span}") for stage in stages] if len(stages) > 1 else []
+        self._take_in = take_in
+        self._lines = [line_for(stage) for stage in stages] if len(stages) > 1 else []
 
     @property
     def depth(self) -> int:
@@ -46,6 +48,14 @@ class Pipeline:
     def pages(self) -> PageCount:
         """Of the stage with the fewest free pages: what every sequence can count on."""
         return min((stage.pages() for stage in self.stages), key=lambda count: count.free)
+
+    def work(self) -> Counter[str]:
+        """How the stages of this process have worked, all together."""
+        counts = Counter[str]()
+        for stage in self.stages:
+            if isinstance(stage, Counting):
+                counts.update(stage.work())
+        return counts
 
     @property
     def run_ahead(self) -> int:
@@ -62,26 +72,13 @@ class Pipeline:
         if not self._lines:
             return _done(lambda: self.stages[0].forward(batch, None, ahead))
         assert ahead is None, "only a pipeline of one stage runs ahead"
-        result: Future[StageOutput] = Future()
-        self._enter(0, batch, None, result)
-        return result
-
-    def _enter(self, index: int, batch: Batch, before: Future[StageOutput] | None, result: Future[StageOutput]) -> None:
-        """Stand in line at every stage at once, so that the order in all lines is the order of the calls."""
-        after: Future[StageOutput] = result if index == len(self.stages) - 1 else Future()
-
-        def run() -> None:
-            try:
-                earlier = before.result() if before is not None else StageOutput(None, None)
-                output = self.stages[index].forward(batch, earlier.hidden)
-                skipped = earlier.skipped_pages or output.skipped_pages
-                after.set_result(replace(output, skipped_pages=skipped))
-            except BaseException as error:
-                after.set_exception(error)
-
-        self._lines[index].put(run)
-        if after is not result:
-            self._enter(index + 1, batch, after, result)
+        # It stands in every line at once, so that the order in all lines is the order of the calls.
+        before: Future[StageOutput] | None = None
+        for line in self._lines:
+            after: Future[StageOutput] = Future()
+            line.enter(Step(batch, before, after))
+            before = after
+        return after
 
     def open(self, slot: int) -> None:
         self._on_all(lambda stage: stage.open(slot))
@@ -116,15 +113,35 @@ class Pipeline:
         self._on_all(lambda stage: stage.rewind(slot, position))
 
     def recover(self) -> None:
-        """Bring lost stages back, empty; raises StageLost if one stays away.
+        """Bring lost stages back, empty, or have another take their span; raises StageLost if neither can be.
 
+        It also raises where no stage says that it is lost: then whatever failed would fail again, for ever.
         First everything in line comes to its end, so that nothing meant for the lost state meets the new one.
         """
         for line in self._lines:
             line.post(lambda: None).result()
-        for stage in self.stages:
-            if isinstance(stage, Recoverable) and stage.lost is not None:
-                stage.recover()
+        lost = [(i, s) for i, s in enumerate(self.stages) if isinstance(s, Recoverable) and s.lost is not None]
+        if not lost:
+            raise StageLost("no stage says that it is lost, so there is none to start again")
+        for index, stage in lost:
+            self._bring_back(index, stage)
+
+    def _bring_back(self, index: int, stage: Recoverable) -> None:
+        try:
+            stage.recover()
+        except RekindleError as error:
+            if self._take_in is None:
+                raise
+            self._replace(index, self._take_in(self.stages[index].span, error))
+
+    def _replace(self, index: int, stage: Stage) -> None:
+        old = self.stages[index]
+        assert stage.span == old.span, f"layers {old.span} are to be taken in, {stage.span} were loaded"
+        if self._lines:
+            self._lines[index].stop()
+            self._lines[index] = line_for(stage)
+        self.stages = (*self.stages[:index], stage, *self.stages[index + 1 :])
+        old.stop()
 
     def stop(self) -> None:
         for line in self._lines:
@@ -140,38 +157,6 @@ class Pipeline:
     def _on_all(self, verb: Callable[[Stage], None]) -> None:
         for future in self._post_all(verb):
             future.result()
-
-
-class _Line:
-    """One worker thread and the work that stands in line for it."""
-
-    def __init__(self, name: str) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
-
-    def post(self, call: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self.put(run)
-        return future
-
-    def stop(self) -> None:
-        self._work.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
 
 
 def _close(stage: Stage, slot: int) -> None:

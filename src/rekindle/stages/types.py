@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -28,7 +29,7 @@ class StageOutput:
 
     hidden: torch.Tensor | None  # [rows, hidden], None from the last stage
     logits: torch.Tensor | None  # [batch.logit_rows, vocab] float32, None from all but the last
-    skipped_pages: bool = False  # sparse mode left out pages of some segment: an approximation
+    skipping: frozenset[int] = frozenset()  # slots whose rows left out pages (sparse mode): approximations
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,15 @@ class PageCount:
     free: int
     used: int
     total: int
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A stage of this process, which says how it has worked."""
+
+    def work(self) -> Counter[str]:
+        """Since the start, by "kind:how": step, experts, swaps, pages."""
+        ...
 
 
 @runtime_checkable
@@ -77,3 +87,16 @@ class Stage(StateHolder, Protocol):
     def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput: ...
     def pages(self) -> PageCount: ...
     def stop(self) -> None: ...
+
+
+class UnderWay(Protocol):
+    """A forward whose answer has not been taken yet."""
+
+    def result(self) -> StageOutput: ...
+
+
+@runtime_checkable
+class Sending(Stage, Protocol):
+    """A stage elsewhere: the next forward can be sent before the last one has come back. It runs them in order."""
+
+    def submit(self, batch: Batch, hidden: torch.Tensor | None) -> UnderWay: ...

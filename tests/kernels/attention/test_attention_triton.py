@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,6 +53,34 @@ def test_attention_agrees(make_ragged, segments, heads, kv_heads):
     torch.testing.assert_close(triton.attend(q, kv, ragged, 0.25), expected, atol=1e-5, rtol=1e-4)
     gated = triton.attend_gated(q, kv, ragged, 0.25, gate)
     torch.testing.assert_close(gated, naive.sigmoid_gate(expected, gate), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(5, 8), (8, 8), (20, 24)])
+def test_a_recorded_block_attends_as_a_plain_one_and_its_padding_is_finite(make_ragged, rows, most):
+    torch.manual_seed(rows)
+    q, gate, kv, ragged = _case(make_ragged, [(130, rows), (0, 1)], 4, 2, 16)
+    block = _case_rows(ragged, rows, most)
+    queries = torch.cat([q[:rows], torch.randn(most - rows, 4, 16)])
+    gates = torch.cat([gate[:rows], torch.randn(most - rows, 4, 16)])
+    kv[ragged.tables[1, 0]] = 1.0  # padding may read all of its page
+    got = triton.attend_gated(queries, kv, block, 0.25, gates)
+    expected = naive.sigmoid_gate(naive.attend(q, kv, ragged, 0.25), gate)
+    torch.testing.assert_close(got[:rows], expected[:rows], atol=1e-5, rtol=1e-4)
+    assert got.isfinite().all()
+
+
+def _case_rows(ragged, rows, most):
+    """The first segment as a block of at most so many rows, the second as padding that takes the rest."""
+    more = torch.arange(most - rows, dtype=torch.int32)
+    places = torch.cat([ragged.row_places[:rows], more])
+    return replace(
+        ragged,
+        starts=torch.tensor([0, rows, most], dtype=torch.int32),
+        row_positions=places,
+        row_places=places,
+        row_segments=torch.cat([torch.zeros(rows), torch.ones(most - rows)]).int(),
+        lengths=(most, 0),
+    )
 
 
 @pytest.mark.parametrize("segments", [[(900, 1)], [(70, 12)], [(0, 70)]])

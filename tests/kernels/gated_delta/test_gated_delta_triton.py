@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rekindle.kernels.conv import naive as conv
-from rekindle.kernels.gated_delta import naive, triton
+from rekindle.kernels.conv import triton as conv_triton
+from rekindle.kernels.gated_delta import KeptRows, naive, triton
 from rekindle.kernels.norm import naive as norm
 from rekindle.spec import DeltaSpec
 
@@ -120,25 +123,50 @@ def test_padded_rows_that_share_a_slot_leave_the_others_alone(make_ragged):
         assert torch.equal(windows[0], alone_windows[0])
 
 
+def _block(spec, inputs, states, windows, ragged, kept, kernels):
+    """Convolution, then the recurrence, both keeping their rows."""
+    rule, convolution = kernels
+    mixed, a, b, decay, dt_bias = inputs
+    taps = torch.arange(1.0, 4 * spec.conv_channels + 1).view(-1, 4).sin()
+    mixed = convolution.conv_silu(mixed, taps, windows, ragged, kept)
+    return rule.gated_delta_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, kept)
+
+
 @pytest.mark.parametrize("spec", [TWICE, THRICE])
-def test_replayed_rows_rebuild_the_state_bit_for_bit(make_ragged, spec):
+def test_kept_rows_are_those_of_the_definition_padding_included(make_ragged, spec):
+    torch.manual_seed(4)
+    inputs = _inputs(8, spec)
+    ragged = make_ragged([(1, 3, 5), (2, 0, 3)])
+    ragged = replace(ragged, lengths=(8, 0))  # as a recorded step sees it: a block of up to 8, and padding
+    made = []
+    for kernels in ((triton, conv_triton), (naive, conv)):
+        torch.manual_seed(5)
+        states, windows = _states(3, spec), torch.randn(3, 3, spec.conv_channels)
+        kept = KeptRows.zeros(spec, 3, 8, torch.device("cpu"))
+        out = _block(spec, inputs, states, windows, ragged, kept, kernels)
+        made.append((out, states, windows, kept.states, kept.windows, kept.inputs, kept.k, kept.delta, kept.g))
+    for got, expected in zip(*made, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [TWICE, THRICE])
+def test_replayed_rows_rebuild_state_and_window_bit_for_bit(make_ragged, spec):
     torch.manual_seed(4)
     inputs = _inputs(7, spec)
-    states = _states(2, spec)
-    before = states.clone()
-    expected_states = states.clone()
-    ragged = make_ragged([(1, 3, 5), (0, 0, 2)])
-    out, rows = triton.gated_delta_rows(*inputs, states, ragged, spec)
-    expected, expected_rows = naive.gated_delta_rows(*inputs, expected_states, ragged, spec)
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
-    for got, wanted in zip(rows, expected_rows, strict=True):
-        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
-    assert torch.equal(triton.replay_rows(before[1], *(x[:5] for x in rows), 5), states[1])
-    assert torch.equal(triton.replay_rows(before[0], *(x[5:] for x in rows), 2), states[0])
-    # and after some of the rows, as plain decode would have left it
-    one = before.clone()
-    mixed, a, b, decay, dt_bias = inputs
-    for t in range(2):
-        single = make_ragged([(1, 3 + t, 1)])
-        triton.gated_delta(mixed[t : t + 1], a[t : t + 1], b[t : t + 1], decay, dt_bias, one, single, spec)
-    assert torch.equal(triton.replay_rows(before[1], *(x[:5] for x in rows), 2), one[1])
+    states, windows = _states(2, spec), torch.randn(2, 3, spec.conv_channels)
+    befores = states.clone(), windows.clone()
+    kept = KeptRows.zeros(spec, 2, 6, torch.device("cpu"))
+    kernels = triton, conv_triton
+    _block(spec, inputs, states, windows, make_ragged([(1, 3, 5), (0, 0, 2)]), kept, kernels)
+    after = states.clone(), windows.clone()
+    for count in range(6):
+        triton.replay_rows(kept, torch.tensor([1, count], dtype=torch.int32), states, windows)
+        one, window = (x.clone() for x in befores)
+        if count:  # as a shorter block would have left it
+            part = tuple(x[:count] if x.ndim > 1 else x for x in inputs)
+            spare = KeptRows.zeros(spec, 2, 6, torch.device("cpu"))
+            _block(spec, part, one, window, make_ragged([(1, 3, count)]), spare, kernels)
+        assert torch.equal(states[1], one[1])
+        assert torch.equal(windows[1], window[1])
+    assert torch.equal(states, after[0])
+    assert torch.equal(windows, after[1])

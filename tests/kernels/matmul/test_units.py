@@ -16,8 +16,8 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def _paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    lay_out(monkeypatch)
     monkeypatch.setattr(mma, "available", lambda x: x.dtype == BF16)
+    lay_out(monkeypatch, nvidia)
 
 
 @pytest.mark.parametrize("type", ["Q4_K", "Q5_K", "Q6_K"])
@@ -28,6 +28,41 @@ def test_products_agree_with_the_definition(type: str, rows: int, ahead: bool) -
     config = nvidia.FewConfig(warps=2, eights={1: 0, 3: 1, 11: 2}[rows], ahead=ahead)
     (out,) = nvidia.multiply(x, [packed], torch.zeros(rows, 21), config)
     assert error(out, x.float() @ values.T) < 1e-4  # the interpreter rounds products that the card fuses
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_two_tiles_of_a_warp_share_one_x(ahead: bool) -> None:
+    packed, values = made("Q6_K", 53, 512)  # the last tile is not full
+    x = drawn(3, 512, dtype=BF16)
+    (out,) = nvidia.multiply(x, [packed], torch.zeros(3, 53), nvidia.FewConfig(2, 1, ahead, tiles=2))
+    assert error(out, x.float() @ values.T) < 1e-4  # the interpreter rounds products that the card fuses
+
+
+@pytest.mark.parametrize(
+    ("rows", "config", "early"),
+    [
+        (1, nvidia.FewConfig(4, 0, True), True),
+        (7, nvidia.FewConfig(2, 1, True), False),
+        (19, nvidia.FewConfig(2, 2, False, 2), True),
+    ],
+)
+def test_dense_matrices_share_the_launch_of_quantised_ones(
+    rows: int, config: nvidia.FewConfig, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvidia, "starting_early", lambda device: {"EARLY": early})
+    (packed, values), dense = made("Q4_K", 37, 768), drawn(21, 768, dtype=BF16)  # 6 groups for 4 warps
+    x = drawn(rows, 768, dtype=BF16)
+    outs = nvidia.multiply(x, [dense, packed, dense[:5]], torch.zeros(rows, 21), config)
+    assert error(outs[0], x.double() @ dense.double().T) < 1e-5
+    assert error(outs[1], x.float() @ values.T) < 4e-3  # in bfloat16
+    assert error(outs[2], x.float() @ dense[:5].float().T) < 6e-3
+
+
+def test_dense_matrices_stay_out_of_the_launch_where_nothing_is_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvidia, "multiply", None)
+    x, dense = drawn(3, 256, dtype=BF16), drawn(5, 256, dtype=BF16)
+    (out,) = fast.multiply_by_all(x, [Matrix((5, 256), dense=dense)])
+    assert error(out, x.float() @ dense.float().T) < 6e-3
 
 
 def test_more_rows_than_a_program_takes_and_one_warp() -> None:
@@ -69,9 +104,12 @@ def test_the_door_sends_each_matrix_its_way() -> None:
             assert error(out, x.float() @ values.T) < 6e-3
 
 
-@pytest.mark.parametrize(("width", "columns", "rows", "paired"), [(5120, 17408, 1, False), (32, 256, 40, True)])
-def test_a_config_covers_the_rows_and_pairs_its_warps(width: int, columns: int, rows: int, paired: bool) -> None:
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 32])
+@pytest.mark.parametrize(("width", "columns"), [(5120, 17408), (34816, 5120), (32, 256)])
+def test_a_config_fits_the_rows_and_pairs_its_warps(width: int, columns: int, rows: int, paired: bool) -> None:
     config = nvidia.few_config(width, columns, rows, paired)
     assert config.warps % (2 if paired else 1) == 0
-    assert config.warps <= 8
-    assert config.eights == (0 if rows == 1 else 4)
+    assert 1 <= config.warps <= 8
+    assert (config.eights == 0) == (rows == 1)
+    assert rows > 8 or config.eights <= 1

@@ -162,6 +162,14 @@ def test_gate_and_up_may_be_of_different_types() -> None:
     assert error(out, layer.expected(h, ids, weights)) < 3e-6
 
 
+def test_a_layer_may_mix_types_that_have_planes_with_types_that_have_none(layer: Layer) -> None:
+    """Say gate and up in Q4_K and down in a type that only values can be made of."""
+    experts, rows, columns = layer.down_values.shape
+    down = ExpertStack((experts, rows, columns), dense=layer.down_values)
+    h, ids, weights = chosen(2)
+    assert error(door.moe(h, ids, weights, layer.gate, layer.up, down), layer.routed(h, ids, weights)) < 3e-6
+
+
 def test_groups_list_every_pair_once_in_its_order() -> None:
     ids = torch.tensor([[3, 0], [1, 3], [3, 1]], dtype=torch.int32)  # pairs 0 … 5
     order, starts = fast.group(ids, 5)

@@ -15,12 +15,13 @@ from rekindle.kernels.moe.types import SharedExpert
 
 EXPERTS, HIDDEN, WIDTH, USED = 2, 256, 256, 1
 BF16 = torch.bfloat16
+FAST = nvidia.UnitsConfig(4, 2)  # every warp has one group of the columns: fewer turns for the interpreter
 
 
 @pytest.fixture(autouse=True)
 def _paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    lay_out(monkeypatch, nvidia)
     monkeypatch.setattr(mma, "available", lambda x: x.dtype == BF16)
+    lay_out(monkeypatch, nvidia)
 
 
 class Layer:
@@ -64,13 +65,17 @@ def test_pairs_without_a_shared_expert(layer: Layer) -> None:
     assert error(out, layer.routed(h, ids, weights)) < 5e-3
 
 
-@pytest.mark.parametrize("eights", [1, 2])
-def test_groups_agree_with_the_definition(layer: Layer, eights: int) -> None:
-    rows = 11  # some expert has more than eight pairs
-    h, ids, weights = chosen(rows)
-    order, starts = fast.group(ids, EXPERTS)
-    planes = layer.gate.planes, layer.up.planes, layer.down.planes
-    shares = nvidia.grouped_shares(
-        h, order, starts, weights, *planes, WIDTH, eights, nvidia.UnitsConfig(4, 1, eights == 1)
+def test_groups_agree_with_the_definition(layer: Layer) -> None:
+    h, ids, weights = chosen(3)
+    ids[:, 0] = torch.tensor([1, 0, 1])
+    out = fast.by_units_group(
+        h, ids, weights, layer.gate, layer.up, layer.down, layer.shared, torch.ones(3, HIDDEN), 2, FAST
     )
-    assert error(shares.view(rows, USED, HIDDEN).sum(1), layer.routed(h, ids, weights)) < 5e-3
+    assert error(out - 1, layer.expected(h, ids, weights)) < 5e-3
+
+
+def test_an_expert_may_have_more_pairs_than_a_group_and_another_none(layer: Layer) -> None:
+    h, ids, weights = chosen(9)
+    ids.fill_(1)
+    out = fast.by_units_group(h, ids, weights, layer.gate, layer.up, layer.down, None, torch.zeros(9, HIDDEN), 1, FAST)
+    assert error(out, layer.routed(h, ids, weights)) < 5e-3

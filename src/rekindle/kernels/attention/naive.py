@@ -24,34 +24,32 @@ ROWS = 256  # query rows attended at once: bounds the scores to ROWS · heads ·
 
 def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
     """Write k and v [rows, kv_heads, dim] at the positions of their rows."""
-    positions = ragged.row_positions.long()
-    pages = ragged.tables[ragged.row_segments.long(), positions // PAGE].long()
-    kv[pages, 0, positions % PAGE] = to_rows(k, kv.dtype)
-    kv[pages, 1, positions % PAGE] = to_rows(v, kv.dtype)
+    places = ragged.row_places.long()
+    pages = ragged.tables[ragged.row_segments.long(), places // PAGE].long()
+    kv[pages, 0, places % PAGE] = to_rows(k, kv.dtype)
+    kv[pages, 1, places % PAGE] = to_rows(v, kv.dtype)
 
 
 def attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float) -> Tensor:
-    """q [rows, heads, dim]; every row sees all positions up to its own."""
+    """q [rows, heads, dim]; every row sees all of its table up to its own place."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    start = 0
-    for table, before, length in zip(ragged.tables, ragged.befores, ragged.lengths, strict=True):
-        for first in range(0, length, ROWS):
-            count = min(ROWS, length - first)
-            rows = slice(start + first, start + first + count)
-            out[rows] = _attend_rows(q[rows], kv, table, before + first, scale)
-        start += length
+    for i, _, segment in ragged.walk():
+        place = int(ragged.row_places[segment.start])
+        for first in range(segment.start, segment.stop, ROWS):
+            rows = slice(first, min(first + ROWS, segment.stop))
+            out[rows] = _attend_rows(q[rows], kv, ragged.tables[i], place + first - segment.start, scale)
     return out
 
 
-def _attend_rows(q: Tensor, kv: Tensor, table: Tensor, position: int, scale: float) -> Tensor:
-    """Consecutive rows of one segment, the first of them at `position`."""
+def _attend_rows(q: Tensor, kv: Tensor, table: Tensor, place: int, scale: float) -> Tensor:
+    """Consecutive rows of one segment, the first of them at `place` of the table."""
     rows = q.shape[0]
-    row_positions = torch.arange(position, position + rows, device=q.device)
-    pages = -(-(position + rows) // PAGE)
+    row_places = torch.arange(place, place + rows, device=q.device)
+    pages = -(-(place + rows) // PAGE)
     outs, lses = [], []
     for first in range(0, pages, GROUP):
         group = torch.arange(first, min(first + GROUP, pages), device=q.device)
-        out, lse = attend_partial(q, kv, table[group], group * PAGE, row_positions, scale)
+        out, lse = attend_partial(q, kv, table[group], group * PAGE, row_places, scale)
         outs.append(out)
         lses.append(lse)
     return merge_partials(outs, lses).to(q.dtype)

@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rekindle.kernels.attention.rows import BLOCK, is_packed
-from rekindle.kernels.device import is_roomy
+from rekindle.kernels.device import is_roomy, starting_early
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import PAGE
 
@@ -31,7 +32,7 @@ def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
     assert all((kv.is_contiguous(), k.stride(2) == 1, v.stride(2) == 1)), "pages are dense, heads side by side"
     values, scales = _views(kv)
     _store_kernel[(rows, 2 * kv_heads)](
-        values, scales, k, v, ragged.row_positions, ragged.row_segments, ragged.tables, ragged.tables.stride(0),
+        values, scales, k, v, ragged.row_places, ragged.row_segments, ragged.tables, ragged.tables.stride(0),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         KV_HEADS=kv_heads, DIM=dim, WIDE=triton.next_power_of_2(dim), PAGE=PAGE, PACKED=is_packed(kv), BLOCK=BLOCK,
         num_warps=1,
@@ -48,7 +49,7 @@ def _views(kv: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=["table_row"])
 def _store_kernel(
-    kv, scales, k, v, row_positions, row_segments, tables, table_row, k_row, k_head, v_row, v_head,
+    kv, scales, k, v, row_places, row_segments, tables, table_row, k_row, k_head, v_row, v_head,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, PACKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -56,13 +57,13 @@ def _store_kernel(
     head = tl.program_id(1) % KV_HEADS
     which = tl.program_id(1) // KV_HEADS
     at = tl.arange(0, WIDE)
-    position = tl.load(row_positions + row)
-    page = tl.load(tables + tl.load(row_segments + row) * table_row + position // PAGE).to(tl.int64)
+    place = tl.load(row_places + row)
+    page = tl.load(tables + tl.load(row_segments + row) * table_row + place // PAGE).to(tl.int64)
     if which == 0:
         value = tl.load(k + row * k_row + head * k_head + at, mask=at < DIM, other=0.0)
     else:
         value = tl.load(v + row * v_row + head * v_head + at, mask=at < DIM, other=0.0)
-    to = ((page * 2 + which) * PAGE + position % PAGE) * KV_HEADS + head  # the row of kv
+    to = ((page * 2 + which) * PAGE + place % PAGE) * KV_HEADS + head  # the row of kv
     if PACKED:
         count: tl.constexpr = WIDE // BLOCK
         row_bytes: tl.constexpr = DIM + 2 * (DIM // BLOCK)
@@ -93,12 +94,12 @@ def attend_gated(q: Tensor, kv: Tensor, ragged: Ragged, scale: float, gate: Tens
 
 def _attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float, out: Tensor, gate: Tensor | None) -> None:
     """Segments of few rows and segments of many want other tiles and splits, so they go in launches of their own."""
-    few = [n for n in ragged.lengths if n <= FEW]
+    few = [n for n in ragged.lengths if 0 < n <= FEW]
     many = [n for n in ragged.lengths if n > FEW]
-    for lengths, shortest in ((few, 1), (many, FEW + 1)):
+    for lengths, shortest in ((few, 1), (many, FEW + 1 if few else 1)):
         if lengths:
             _launch(
-                q, kv, ragged.tables, None, ragged.starts, ragged.row_positions,
+                q, kv, ragged.tables, None, ragged.starts, ragged.row_places,
                 shortest, max(lengths), len(lengths), scale, out, gate, None,
             )  # fmt: skip
 
@@ -155,7 +156,7 @@ def _launch(
         SPLIT=split, SINGLE=single, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=tile_keys,
         PAGE=PAGE, LEAST=LEAST, PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         PACKED=is_packed(kv), BLOCK=BLOCK,
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, **starting_early(q.device),
     )  # fmt: skip
     if split:
         columns = min(64, dim)
@@ -163,7 +164,7 @@ def _launch(
             parts, part_lse, out, lse, gate, starts, row_positions, tables.shape[1],
             0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), shortest, longest, splits,
             HEADS=heads, DIM=dim, COLUMNS=columns, BLOCK=32, TILE_KEYS=tile_keys, PAGE=PAGE, LEAST=LEAST,
-            LISTED=page_positions is not None, SINGLE=single, num_warps=4,
+            LISTED=page_positions is not None, SINGLE=single, num_warps=4, **starting_early(q.device),
         )  # fmt: skip
 
 
@@ -223,8 +224,11 @@ def _attend_kernel(
     table_row, table_pages, q_row, q_head, gate_row, gate_head, shortest, longest, splits, scale,
     SPLIT: tl.constexpr, SINGLE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
-    PACKED: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head, segment = tl.program_id(1), tl.program_id(2)
     split = tl.program_id(0) % splits
     # the last tiles see the most keys: start them first
@@ -315,7 +319,11 @@ def _merge_kernel(
     parts, part_lse, out, lse, gate, starts, row_positions, table_pages, gate_row, gate_head,
     shortest, longest, splits, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, LISTED: tl.constexpr, SINGLE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(1)
     segment, local = tl.program_id(2) // longest, tl.program_id(2) % longest
     start, length = _bounds(starts, segment, SINGLE)

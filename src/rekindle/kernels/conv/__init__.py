@@ -5,19 +5,21 @@ from __future__ import annotations
 from torch import Tensor
 
 from rekindle.kernels.conv import naive
+from rekindle.kernels.kept import KeptRows
 from rekindle.kernels.ragged import Ragged
 
 
-def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged) -> Tensor:
+def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged, kept: KeptRows | None = None) -> Tensor:
     """silu(causal depthwise conv) of u [rows, channels] with weight [channels, width], per segment.
 
-    windows float32 [slots, width - 1, channels]: the raw rows before the segment; updated in place.
+    windows float32 [slots, width - 1, channels]: the raw rows before the segment; updated in place. `kept` gets the
+    windows as they were and the rows.
     """
     if u.is_cuda:
         from rekindle.kernels.conv import triton
 
-        return triton.conv_silu(u, weight, windows, ragged)
-    return naive.conv_silu(u, weight, windows, ragged)
+        return triton.conv_silu(u, weight, windows, ragged, kept)
+    return naive.conv_silu(u, weight, windows, ragged, kept)
 
 
 __all__ = ["conv_silu"]

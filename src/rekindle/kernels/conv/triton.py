@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rekindle.kernels.kept import KeptRows
 from rekindle.kernels.ragged import Ragged
 
 PREFILL = (32, 128, 4)  # rows, channels and warps of one program over longer segments
 DECODE = (256, 2)  # channels and warps of one program over single rows
 
 
-def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged) -> Tensor:
+def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged, kept: KeptRows | None = None) -> Tensor:
     rows, channels = u.shape
     width = weight.shape[1]
     assert all((u.stride(1) == 1, weight.is_contiguous(), windows.is_contiguous())), "channels lie side by side"
@@ -27,17 +28,19 @@ def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged) -> Ten
         block_rows, (block, warps) = 1, DECODE
     else:
         most, block, warps = PREFILL
-        block_rows = min(most, triton.next_power_of_2(max(longest, width - 1)))
+        block_rows = 16 if longest <= 16 else most  # two kernels for all lengths
     _conv_kernel[(triton.cdiv(channels, block), triton.cdiv(longest, block_rows), ragged.segments)](
-        u, weight, windows, out, ragged.starts, ragged.slots, u.stride(0), channels,
+        u, weight, windows, out, ragged.starts, ragged.slots,
+        None if kept is None else kept.windows, None if kept is None else kept.inputs,
+        u.stride(0), channels, 0 if kept is None else kept.rows,
         WIDTH=width, ROWS=block_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept_rows"])
 def _conv_kernel(
-    u, weight, windows, out, starts, slots, u_row, channels,
+    u, weight, windows, out, starts, slots, kept_windows, kept_inputs, u_row, channels, kept_rows,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(2)
@@ -49,7 +52,8 @@ def _conv_kernel(
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (channel < channels)[None, :]
     row = first + tl.arange(0, ROWS)  # inside the segment
-    window = windows + tl.load(slots + segment).to(tl.int64) * (WIDTH - 1) * channels
+    slot = tl.load(slots + segment).to(tl.int64)
+    window = windows + slot * (WIDTH - 1) * channels
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for i in tl.static_range(WIDTH):
         tap = row - (WIDTH - 1) + i  # negative: before the segment, in the window
@@ -65,8 +69,21 @@ def _conv_kernel(
         total += value * factor[None, :]
     at = out + (start + row)[:, None] * channels + channel[None, :]
     tl.store(at, (total * tl.sigmoid(total)).to(out.dtype.element_ty), mask=(row < length)[:, None] & inside)
+    if kept_inputs is not None:
+        raw = tl.load(u + (start + row)[:, None] * u_row + channel[None, :], mask=(row < length)[:, None] & inside)
+        to = kept_inputs + (slot * kept_rows + row)[:, None] * channels + channel[None, :]
+        tl.store(to, raw.to(tl.float32), mask=(row < length)[:, None] & inside)
     if first == 0:
+        if kept_windows is not None:
+            _keep_window(window, kept_windows + slot * (WIDTH - 1) * channels, channel, channels, WIDTH)
         _move_window(u, window, start, length, u_row, channel, channels, WIDTH)
+
+
+@triton.jit
+def _keep_window(window, to, channel, channels, WIDTH: tl.constexpr):
+    for i in tl.static_range(WIDTH - 1):
+        at = i * channels + channel
+        tl.store(to + at, tl.load(window + at, mask=channel < channels), mask=channel < channels)
 
 
 @triton.jit

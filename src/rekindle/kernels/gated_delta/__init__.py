@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rekindle.kernels.conv import conv_silu
 from rekindle.kernels.gated_delta import chunked, naive
-from rekindle.kernels.gated_delta.naive import DeltaRows
+from rekindle.kernels.kept import KeptRows
 from rekindle.kernels.norm import gated_rms_norm
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import DeltaSpec
@@ -32,14 +32,12 @@ def gated_delta(
 
         return triton.gated_delta(mixed, a, b, decay, dt_bias, states, ragged, spec)
     out = mixed.new_empty(mixed.shape[0], spec.value_heads, spec.value_dim)
-    start = 0
-    for slot, length in zip(ragged.slot_list, ragged.lengths, strict=True):
-        rows = slice(start, start + length)
+    for _, slot, rows in ragged.walk():
         inputs = naive.split_inputs(mixed[rows], a[rows], b[rows], decay, dt_bias, spec)
         state = states[slot]
-        o = naive.run_rows(inputs, state)[0] if length == 1 else chunked.run_chunked(inputs, state)
+        single = rows.stop - rows.start == 1
+        o = naive.run_rows(inputs, state)[0] if single else chunked.run_chunked(inputs, state)
         out[rows] = o.to(out.dtype)
-        start += length
     return out
 
 
@@ -60,7 +58,9 @@ def gated_delta_step(
 ) -> Tensor:
     """gated_rms_norm(gated_delta(conv_silu(inputs, taps, windows), …), z, weight, eps) -> [rows, inner].
 
-    On a GPU single rows take one launch where the convolution has the usual four taps.
+    On a GPU single rows take one launch where the convolution has the usual four taps. It may read the state before
+    the launch in front of it is done: between two steps on one state a launch must lie that does not start early, as
+    the copy of its inputs does with which every forward begins (`starting_early`).
     """
     if inputs.is_cuda and ragged.decodes and spec.conv_width == 4:
         from rekindle.kernels.gated_delta import triton
@@ -81,25 +81,26 @@ def gated_delta_rows(
     states: Tensor,
     ragged: Ragged,
     spec: DeltaSpec,
-) -> tuple[Tensor, DeltaRows]:
-    """gated_delta, row after row, and what every row did to the state; states move on to the end of the segments."""
+    kept: KeptRows,
+) -> Tensor:
+    """gated_delta, row after row; `kept` gets the states as they were and what every row did to them."""
     if mixed.is_cuda:
         from rekindle.kernels.gated_delta import triton
 
-        return triton.gated_delta_rows(mixed, a, b, decay, dt_bias, states, ragged, spec)
-    return naive.gated_delta_rows(mixed, a, b, decay, dt_bias, states, ragged, spec)
+        return triton.gated_delta_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, kept)
+    return naive.gated_delta_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, kept)
 
 
-def replay_rows(state: Tensor, k: Tensor, delta: Tensor, g: Tensor, count: int) -> Tensor:
-    """The state [value_heads, Dk, Dv] after `count` rows of one segment, bit for bit as gated_delta_rows made it.
-
-    `state` is a copy from before the segment; k, delta, g are the segment's rows of DeltaRows.
+def replay_rows(kept: KeptRows, where: Tensor, states: Tensor, windows: Tensor) -> None:
+    """Put a slot's state and window where they stood after the first `count` rows of its last block, bit for bit as
+    gated_delta_rows and conv_silu made them. where: int32 [2], slot and count.
     """
-    if state.is_cuda:
+    if states.is_cuda:
         from rekindle.kernels.gated_delta import triton
 
-        return triton.replay_rows(state, k, delta, g, count)
-    return naive.replay_rows(state, k, delta, g, count)
+        triton.replay_rows(kept, where, states, windows)
+    else:
+        naive.replay_rows(kept, where, states, windows)
 
 
-__all__ = ["DeltaRows", "gated_delta", "gated_delta_rows", "gated_delta_step", "replay_rows"]
+__all__ = ["KeptRows", "gated_delta", "gated_delta_rows", "gated_delta_step", "replay_rows"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from rekindle.kernels.kept import KeptRows
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import DeltaSpec
 
@@ -23,14 +24,6 @@ class Inputs(NamedTuple):
     v: Tensor  # [rows, value_heads, Dv]
     g: Tensor  # [rows, value_heads], log of the decay, never positive
     beta: Tensor  # [rows, value_heads], in (0, 1)
-
-
-class DeltaRows(NamedTuple):
-    """What a block of rows did to the state; enough to rebuild the state after any of them."""
-
-    k: Tensor  # float32 [rows, key_heads, Dk]
-    delta: Tensor  # float32 [rows, value_heads, Dv]
-    g: Tensor  # float32 [rows, value_heads]
 
 
 def split_inputs(mixed: Tensor, a: Tensor, b: Tensor, decay: Tensor, dt_bias: Tensor, spec: DeltaSpec) -> Inputs:
@@ -61,7 +54,7 @@ def gated_delta(
     spec: DeltaSpec,
 ) -> Tensor:
     """[rows, value_heads, Dv]; states [slots, value_heads, Dk, Dv] move on in place."""
-    return gated_delta_rows(mixed, a, b, decay, dt_bias, states, ragged, spec)[0]
+    return gated_delta_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, None)
 
 
 def gated_delta_rows(
@@ -73,19 +66,20 @@ def gated_delta_rows(
     states: Tensor,
     ragged: Ragged,
     spec: DeltaSpec,
-) -> tuple[Tensor, DeltaRows]:
-    """The same, and the rows from which the state after any row can be rebuilt."""
+    kept: KeptRows | None,
+) -> Tensor:
+    """The same; `kept` gets the rows from which the state after any row can be rebuilt."""
     out = mixed.new_empty(mixed.shape[0], spec.value_heads, spec.value_dim)
-    parts = []
-    start = 0
-    for slot, length in zip(ragged.slot_list, ragged.lengths, strict=True):
-        rows = slice(start, start + length)
+    for _, slot, rows in ragged.walk():
         inputs = split_inputs(mixed[rows], a[rows], b[rows], decay, dt_bias, spec)
+        if kept is not None:
+            kept.states[slot] = states[slot]
         o, deltas = run_rows(inputs, states[slot])
         out[rows] = o.to(out.dtype)
-        parts.append(DeltaRows(inputs.k, deltas, inputs.g))
-        start += length
-    return out, DeltaRows(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+        if kept is not None:
+            count = rows.stop - rows.start
+            kept.k[slot, :count], kept.delta[slot, :count], kept.g[slot, :count] = inputs.k, deltas, inputs.g
+    return out
 
 
 def run_rows(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,13 +95,15 @@ def run_rows(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outs), torch.stack(deltas)
 
 
-def replay_rows(state: Tensor, k: Tensor, delta: Tensor, g: Tensor, count: int) -> Tensor:
-    """The state [value_heads, Dk, Dv] after `count` of the rows, from the state before them: the very same steps."""
-    state = state.clone()
+def replay_rows(kept: KeptRows, where: Tensor, states: Tensor, windows: Tensor) -> None:
+    """From the state before the block the very same steps, as far as `count`; where: slot and count."""
+    slot, count = where.tolist()
+    state = states[slot]
+    state.copy_(kept.states[slot])
     for i in range(count):
-        _forget(state, g[i])
-        _write(state, _tiled(k[i], state), delta[i])
-    return state
+        _forget(state, kept.g[slot, i])
+        _write(state, _tiled(kept.k[slot, i], state), kept.delta[slot, i])
+    windows[slot] = torch.cat((kept.windows[slot], kept.inputs[slot, :count]))[count:]
 
 
 def _tiled(x: Tensor, state: Tensor) -> Tensor:

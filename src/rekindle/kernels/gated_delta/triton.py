@@ -19,19 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rekindle.kernels.device import is_roomy
-from rekindle.kernels.gated_delta.naive import DeltaRows
+from rekindle.kernels.device import is_roomy, starting_early
+from rekindle.kernels.kept import KeptRows
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import DeltaSpec
 
 CHUNK = 64
 WIDTH = 4  # of the convolution that a decode step can take along
 STEP_WARPS = 4  # of a program of the decode step, which holds a whole head; more than a head has values are no use
-EARLY = (
-    False  # the decode step launches while the kernel before still drains, and waits for its data (Hopper and later)
-)
-ROWS = (32, 1)  # value columns of a head and warps of one program of the recurrence over rows
+ROWS = (16, 1)  # value columns of a head and warps of one program of the recurrence over rows
 PASS = (32, 4, 2)  # value columns, warps and pipeline stages of one program of the pass …
 PASS_WIDE = (64, 4, 2)  # … where programs of that width would need a second wave …
 PROGRAMS = 132  # … of so many
@@ -81,7 +79,7 @@ def gated_delta_step(
         inputs, taps, windows, a, b, decay, dt_bias, states, out, z, weight, ragged.slots,
         _arrivals(windows, spec), inputs.stride(0), a.stride(0), b.stride(0), z.stride(0), spec.key_dim**-0.5, eps,
         KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, DK=spec.key_dim, DV=spec.value_dim,
-        EARLY=EARLY, num_warps=STEP_WARPS, launch_pdl=EARLY,
+        num_warps=STEP_WARPS, **starting_early(inputs.device),
     )  # fmt: skip
     return out
 
@@ -106,8 +104,7 @@ def _step_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_launch_dependents()
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key_head = head % KEY_HEADS
     keys: tl.constexpr = KEY_HEADS * DK
@@ -115,15 +112,19 @@ def _step_kernel(
     sharers: tl.constexpr = VALUE_HEADS // KEY_HEADS
     i, j = tl.arange(0, DK), tl.arange(0, DV)
     slot = tl.load(slots + row).to(tl.int64)
-    raw_a, raw_b = tl.load(a + row * a_row + head), tl.load(b + row * b_row + head)
     head_decay, head_bias = tl.load(decay + head), tl.load(dt_bias + head)
-    gate = tl.load(z + row * z_row + head * DV + j)
     norm_weight = tl.load(weight + j)
     # Everything is asked for before anything is used, or every barrier in between would cost a trip to memory; and the
-    # state, which is large, first: a barrier keeps the compiler from putting that off.
+    # state, which is large, first: a barrier keeps the compiler from putting that off. It is asked for even before the
+    # launch in front is done: it was last written in the step before, and every step begins with a copy of its inputs,
+    # which waits for all that went before.
     at = states + (slot * VALUE_HEADS + head) * DK * DV + i[:, None] * DV + j[None, :]
     state = tl.load(at)
     tl.debug_barrier()
+    if EARLY:
+        gdc_wait()
+    raw_a, raw_b = tl.load(a + row * a_row + head), tl.load(b + row * b_row + head)
+    gate = tl.load(z + row * z_row + head * DV + j)
     window = windows + slot * 3 * channels
     base = inputs + row * input_row
     q_at, k_at, v_at = key_head * DK + i, keys + key_head * DK + i, 2 * keys + head * DV + j
@@ -212,16 +213,12 @@ def gated_delta_rows(
     states: Tensor,
     ragged: Ragged,
     spec: DeltaSpec,
-) -> tuple[Tensor, DeltaRows]:
-    rows, device = mixed.shape[0], mixed.device
-    out = torch.empty((rows, spec.value_heads, spec.value_dim), dtype=mixed.dtype, device=device)
-    saved = DeltaRows(
-        k=torch.empty((rows, spec.key_heads, spec.key_dim), dtype=torch.float32, device=device),
-        delta=torch.empty((rows, spec.value_heads, spec.value_dim), dtype=torch.float32, device=device),
-        g=torch.empty((rows, spec.value_heads), dtype=torch.float32, device=device),
-    )
-    _run_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, out, saved=saved)
-    return out, saved
+    kept: KeptRows,
+) -> Tensor:
+    assert max(ragged.lengths) <= kept.rows, f"a block of {max(ragged.lengths)} rows, room for {kept.rows}"
+    out = torch.empty((mixed.shape[0], spec.value_heads, spec.value_dim), dtype=mixed.dtype, device=mixed.device)
+    _run_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, out, kept=kept)
+    return out
 
 
 def _run_rows(
@@ -235,17 +232,17 @@ def _run_rows(
     spec: DeltaSpec,
     out: Tensor,
     *,
-    saved: DeltaRows | None = None,
+    kept: KeptRows | None = None,
     only_single: bool = False,
 ) -> None:
     _check(mixed, a, b, states, spec)
     columns, warps = min(ROWS[0], spec.value_dim), ROWS[1]
-    k_rows, delta_rows, g_rows = saved if saved is not None else (decay, decay, decay)
+    saved = (None,) * 4 if kept is None else (kept.states, kept.k, kept.delta, kept.g)
     _rows_kernel[(spec.value_dim // columns, spec.value_heads, ragged.segments)](
-        mixed, a, b, decay, dt_bias, states, out, k_rows, delta_rows, g_rows, ragged.starts, ragged.slots,
-        mixed.stride(0), a.stride(0), b.stride(0), spec.key_dim**-0.5,
+        mixed, a, b, decay, dt_bias, states, out, *saved, ragged.starts, ragged.slots,
+        mixed.stride(0), a.stride(0), b.stride(0), 0 if kept is None else kept.rows, spec.key_dim**-0.5,
         KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, DK=spec.key_dim, DV=spec.value_dim, COLUMNS=columns,
-        SAVED=saved is not None, ONLY_SINGLE=only_single, num_warps=warps,
+        SAVED=kept is not None, ONLY_SINGLE=only_single, num_warps=warps,
     )  # fmt: skip
 
 
@@ -269,10 +266,10 @@ def _step_state(state, k, delta, forget):
     return tl.fma(k[:, None] + tl.zeros_like(state), delta[None, :] + tl.zeros_like(state), state * forget)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept_rows"])
 def _rows_kernel(
-    mixed, a, b, decay, dt_bias, states, out, k_rows, delta_rows, g_rows, starts, slots,
-    mixed_row, a_row, b_row, scale,
+    mixed, a, b, decay, dt_bias, states, out, kept_states, kept_k, kept_delta, kept_g, starts, slots,
+    mixed_row, a_row, b_row, kept_rows, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
     SAVED: tl.constexpr, ONLY_SINGLE: tl.constexpr,
 ):  # fmt: skip
@@ -286,8 +283,10 @@ def _rows_kernel(
     i = tl.arange(0, DK)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.load(slots + segment).to(tl.int64)
-    at = states + (slot * VALUE_HEADS + head) * DK * DV + i[:, None] * DV + j[None, :]
-    state = tl.load(at)
+    at = (slot * VALUE_HEADS + head) * DK * DV + i[:, None] * DV + j[None, :]
+    state = tl.load(states + at)
+    if SAVED:
+        tl.store(kept_states + at, state)
     head_decay, head_bias = tl.load(decay + head), tl.load(dt_bias + head)
     for row in range(start, stop):
         base = mixed + row * mixed_row
@@ -303,39 +302,60 @@ def _rows_kernel(
         state = _step_state(state, k, delta, forget)
         tl.store(out + (row * VALUE_HEADS + head) * DV + j, o.to(out.dtype.element_ty))
         if SAVED:
-            tl.store(delta_rows + (row * VALUE_HEADS + head) * DV + j, delta)
-            tl.store(g_rows + row * VALUE_HEADS + head, g)  # the same value from every run of columns
+            to = slot * kept_rows + row - start
+            tl.store(kept_delta + (to * VALUE_HEADS + head) * DV + j, delta)
+            tl.store(kept_g + to * VALUE_HEADS + head, g)  # the same value from every run of columns
             if head < KEY_HEADS:
-                tl.store(k_rows + (row * KEY_HEADS + head) * DK + i, k)
-    tl.store(at, state)
+                tl.store(kept_k + (to * KEY_HEADS + head) * DK + i, k)
+    tl.store(states + at, state)
 
 
-def replay_rows(state: Tensor, k: Tensor, delta: Tensor, g: Tensor, count: int) -> Tensor:
-    heads, dk, dv = state.shape
-    assert all(x.is_contiguous() for x in (state, k, delta, g)), "state and rows are dense"
-    out = torch.empty_like(state)
-    columns = min(32, dv)
+def replay_rows(kept: KeptRows, where: Tensor, states: Tensor, windows: Tensor) -> None:
+    _, heads, dk, dv = states.shape
+    assert all((states.is_contiguous(), windows.is_contiguous())), "states and windows are dense"
+    columns = min(ROWS[0], dv)
     _replay_kernel[(dv // columns, heads)](
-        state, out, k, delta, g, count, KEY_HEADS=k.shape[1], VALUE_HEADS=heads, DK=dk, DV=dv, COLUMNS=columns
+        kept.states, kept.k, kept.delta, kept.g, where, states, kept.rows,
+        KEY_HEADS=kept.k.shape[2], VALUE_HEADS=heads, DK=dk, DV=dv, COLUMNS=columns, num_warps=ROWS[1],
+    )  # fmt: skip
+    _, rows, channels = windows.shape
+    _window_kernel[(triton.cdiv(channels, 256), rows)](
+        kept.windows, kept.inputs, where, windows, kept.rows, channels, BLOCK=256, num_warps=2
     )
-    return out
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["kept_rows"])
 def _replay_kernel(
-    state_in, state_out, k_rows, delta_rows, g_rows, count,
+    kept_states, kept_k, kept_delta, kept_g, where, states, kept_rows,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
+    slot, count = tl.load(where).to(tl.int64), tl.load(where + 1)
     i = tl.arange(0, DK)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    at = head * DK * DV + i[:, None] * DV + j[None, :]
-    state = tl.load(state_in + at)
-    for row in range(count):
-        k = tl.load(k_rows + (row * KEY_HEADS + head % KEY_HEADS) * DK + i)
-        delta = tl.load(delta_rows + (row * VALUE_HEADS + head) * DV + j)
-        state = _step_state(state, k, delta, tl.exp(tl.load(g_rows + row * VALUE_HEADS + head)))
-    tl.store(state_out + at, state)
+    at = (slot * VALUE_HEADS + head) * DK * DV + i[:, None] * DV + j[None, :]
+    state = tl.load(kept_states + at)
+    for step in range(count):
+        row = slot * kept_rows + step
+        k = tl.load(kept_k + (row * KEY_HEADS + head % KEY_HEADS) * DK + i)
+        delta = tl.load(kept_delta + (row * VALUE_HEADS + head) * DV + j)
+        state = _step_state(state, k, delta, tl.exp(tl.load(kept_g + row * VALUE_HEADS + head)))
+    tl.store(states + at, state)
+
+
+@triton.jit(do_not_specialize=["kept_rows"])
+def _window_kernel(kept_windows, kept_inputs, where, windows, kept_rows, channels, BLOCK: tl.constexpr):
+    """Row i of the window is row count + i of [window before the block ‖ its rows]."""
+    width = tl.num_programs(1)
+    slot, count = tl.load(where).to(tl.int64), tl.load(where + 1)
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    row = count + tl.program_id(1)
+    old = tl.load(kept_windows + (slot * width + row) * channels + channel, mask=inside & (row < width), other=0.0)
+    at = (slot * kept_rows + row - width) * channels + channel
+    new = tl.load(kept_inputs + at, mask=inside & (row >= width), other=0.0)
+    value = tl.where(row < width, old, new)
+    tl.store(windows + (slot * width + tl.program_id(1)) * channels + channel, value, mask=inside)
 
 
 def _run_chunked(

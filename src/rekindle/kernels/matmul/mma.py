@@ -7,7 +7,7 @@ columns 2 · t and 2 · t + 1 (the register order of mma.m16n8k16).
 
 A code q enters as the bfloat16 number 128 + q, which is one or-instruction for two codes. What the 128 adds, and the
 minima of the types that have them, are taken off by way of −128 · Σ x over the block, which the matrix unit gives too.
-One step is 256 columns: 8 blocks, one entry of `supers`.
+One step is a group: 128 columns, 4 blocks, half an entry of `supers`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -67,6 +67,46 @@ def load_four(p, live):
 
 
 @triton.jit
+def ask_for(p, live):
+    """The line at p is on its way to the L2, where live; the result is of no use."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred go;
+            setp.ne.b32 go, $2, 0;
+            @go prefetch.global.L2 [$1];
+            mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [p.to(tl.int64), live],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def bring(p, nbytes, live):
+    """As `ask_for`, for nbytes from p on (both in units of 16), with one instruction (Hopper on)."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred go;
+            setp.ne.b32 go, $3, 0;
+            @go cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r,r",
+        [p.to(tl.int64), nbytes, live],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def load_two(address):
     """8 bytes as two registers."""
     return tl.inline_asm_elementwise(
@@ -75,6 +115,19 @@ def load_two(address):
         [address],
         dtype=(tl.int32, tl.int32),
         is_pure=False,  # it must not move to before the launch that writes x is done
+        pack=1,
+    )
+
+
+@triton.jit
+def load_scales(p):
+    """8 bytes at p as two registers."""
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.v2.b32 {$0, $1}, [$2];",
+        "=r,=r,l",
+        [p.to(tl.int64)],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
         pack=1,
     )
 
@@ -155,21 +208,26 @@ def threads(WARPS: tl.constexpr):
 
 
 @triton.jit
-def load_step(codes, high, scales, supers, row, step, live, t, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
-    """What this thread needs of one row (int64 [1, threads]) for one step: 8 words, 4 of scales, supers, upper bits."""
-    block = row * (COLUMNS // 32) + step * 8
+def load_group(codes, high, scales, supers, row, group, live, t, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
+    """What this thread needs of one row (int64 [1, threads]) for one group: 4 words, 2 of scales, supers, upper bits.
+    A group that is not live (past the end) has any codes, and factors of zero."""
+    group = tl.minimum(group, COLUMNS // 128 - 1)
+    block = row * (COLUMNS // 32) + group * 4
+    w0, w1, w2, w3 = load_four(codes + block * 4 + t * 4, live.to(tl.int32))
+    e0, e1 = load_scales(scales + block)
+    super = tl.load(supers + row * (COLUMNS // 256) + group // 2, live, other=0)
+    h = tl.load(high + block + t) if bits_of(TYPE) > 4 else w0
+    return w0, w1, w2, w3, e0, e1, super, h
+
+
+@triton.jit
+def ask_for_codes(codes, high, row, block, live, t, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
+    """The codes of the group of one row that begins with a block."""
+    block += row * (COLUMNS // 32)
     go = live.to(tl.int32)
-    w0, w1, w2, w3 = load_four(codes + block * 4 + t * 4, go)
-    w4, w5, w6, w7 = load_four(codes + block * 4 + t * 4 + 16, go)
-    e0, e1, e2, e3 = load_four(scales + block, go)
-    super = tl.load(supers + row * (COLUMNS // 256) + step, live, other=0)
+    ask_for(codes + block * 4 + t * 4, go)
     if bits_of(TYPE) > 4:
-        h0 = tl.load(high + block + t, live, other=0)
-        h1 = tl.load(high + block + t + 4, live, other=0)
-    else:
-        h0 = w0
-        h1 = w0
-    return w0, w1, w2, w3, w4, w5, w6, w7, e0, e1, e2, e3, super, h0, h1
+        ask_for(high + block + t, go)
 
 
 @triton.jit
@@ -213,10 +271,10 @@ def block_products(acc, first, second, d, m, d2, m2, b, sums, i: tl.constexpr, T
     """acc += block i of the rows `first` (factors d, m) and `second` (d2, m2) times x in the registers b."""
     c0, c1, c2, c3 = acc
     b0, b1, b2, b3 = b
-    word: tl.constexpr = 8 + i // 2
+    word: tl.constexpr = 4 + i // 2
     byte: tl.constexpr = 2 * (i % 2)
-    p0, p1, p2, p3 = expanded_pairs(first[i], first[13 + i // 4], i % 4, TYPE)
-    q0, q1, q2, q3 = expanded_pairs(second[i], second[13 + i // 4], i % 4, TYPE)
+    p0, p1, p2, p3 = expanded_pairs(first[i], first[7], i, TYPE)
+    q0, q1, q2, q3 = expanded_pairs(second[i], second[7], i, TYPE)
     if has_minimum(TYPE):
         s0, s1, s2, s3 = sums
         y0, y1, y2, y3 = mma(p0, q0, p1, q1, b0, b1, s0, s1, s2, s3)
@@ -278,55 +336,141 @@ def load_x(address, i: tl.constexpr):
 
 
 @triton.jit
-def step_products(acc, first, second, address, factor, TYPE: tl.constexpr):
-    """acc += the step's weights of both rows, times factor, times the x at address (bytes, [NT, threads])."""
-    d, m = factors(first[12], TYPE)
-    d2, m2 = factors(second[12], TYPE)
-    d *= factor
-    m *= factor
-    d2 *= factor
-    m2 *= factor
-    for i in tl.static_range(8):
+def group_products(acc, acc2, tile, tile2, address, TYPE: tl.constexpr, TILES: tl.constexpr):
+    """acc, and acc2 where there are two tiles, += a group's weights times the x at address (bytes, [NT, threads])."""
+    first, second = tile
+    d, m = factors(first[6], TYPE)
+    d2, m2 = factors(second[6], TYPE)
+    third, fourth = tile2
+    d3, m3 = factors(third[6], TYPE)
+    d4, m4 = factors(fourth[6], TYPE)
+    for i in tl.static_range(4):
         b = load_x(address, i)
-        acc = block_products(acc, first, second, d, m, d2, m2, b, block_sums(b, TYPE), i, TYPE)
-    return acc
+        sums = block_sums(b, TYPE)
+        acc = block_products(acc, first, second, d, m, d2, m2, b, sums, i, TYPE)
+        if TILES == 2:
+            acc2 = block_products(acc2, third, fourth, d3, m3, d4, m4, b, sums, i, TYPE)
+    return acc, acc2
+
+
+@triton.jit
+def load_tile(codes, high, scales, supers, row, row2, group, live, t, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
+    first = load_group(codes, high, scales, supers, row, group, live, t, COLUMNS, TYPE)
+    return first, load_group(codes, high, scales, supers, row2, group, live, t, COLUMNS, TYPE)
+
+
+@triton.jit
+def load_tiles(
+    codes, high, scales, supers, row, row2, row3, row4, group, t,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """A group of rows `row` and `row2`, and of the other two where there are two tiles."""
+    live = group < COLUMNS // 128
+    tile = load_tile(codes, high, scales, supers, row, row2, group, live, t, COLUMNS, TYPE)
+    if TILES == 2:
+        return tile, load_tile(codes, high, scales, supers, row3, row4, group, live, t, COLUMNS, TYPE)
+    else:
+        return tile, tile
 
 
 @triton.jit
 def tile_products(
-    address, codes, high, scales, supers, row, row2, step,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, STRIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    address, codes, high, scales, supers, row, row2, row3, row4, group,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rows `row` and `row2` of a matrix times x over steps step, step + STRIDE, …: four [NT, threads].
+    """Rows `row` and `row2` of a matrix, a tile, and `row3` and `row4`, where there are two, times x over the groups
+    group, group + STRIDE, …: four [NT, threads] for each tile.
 
-    AHEAD: what the next step reads is asked for before this one is multiplied, at the price of registers.
+    AHEAD: the next group is asked for before this one is multiplied, at the price of registers.
     EARLY: this launch began before the one that writes x was done, and waits for it here.
     """
-    t = threads(step.shape[1] // 32)[1]
-    steps: tl.constexpr = COLUMNS // 256
+    t = threads(group.shape[1] // 32)[1]
+    groups: tl.constexpr = COLUMNS // 128
     nought = tl.zeros(address.shape, tl.float32)
     acc = (nought, nought, nought, nought)
+    acc2 = acc
     if AHEAD:
-        a = load_step(codes, high, scales, supers, row, step, step < steps, t, COLUMNS, TYPE)
-        b = load_step(codes, high, scales, supers, row2, step, step < steps, t, COLUMNS, TYPE)
+        tile, tile2 = load_tiles(
+            codes, high, scales, supers, row, row2, row3, row4, group, t, COLUMNS, TYPE, TILES
+        )  # fmt: skip
         if EARLY:
             gdc_wait()
-        for _ in range(0, steps, STRIDE):
-            after = step + STRIDE
-            a_next = load_step(codes, high, scales, supers, row, after, after < steps, t, COLUMNS, TYPE)
-            b_next = load_step(codes, high, scales, supers, row2, after, after < steps, t, COLUMNS, TYPE)
-            acc = step_products(acc, a, b, address + tl.minimum(step, steps - 1) * 512, 1.0, TYPE)
-            a = a_next
-            b = b_next
-            step = after
+        for _ in range(0, groups, STRIDE):
+            x = address + tl.minimum(group, groups - 1) * 256
+            group += STRIDE
+            tile_next, tile2_next = load_tiles(
+                codes, high, scales, supers, row, row2, row3, row4, group, t, COLUMNS, TYPE, TILES
+            )  # fmt: skip
+            acc, acc2 = group_products(acc, acc2, tile, tile2, x, TYPE, TILES)
+            tile = tile_next
+            tile2 = tile2_next
     else:
         if EARLY:
+            live = group < groups
+            ask_for_codes(codes, high, row, group * 4, live, t, COLUMNS, TYPE)
+            ask_for_codes(codes, high, row2, group * 4, live, t, COLUMNS, TYPE)
+            if TILES == 2:
+                ask_for_codes(codes, high, row3, group * 4, live, t, COLUMNS, TYPE)
+                ask_for_codes(codes, high, row4, group * 4, live, t, COLUMNS, TYPE)
             gdc_wait()
-        for _ in range(0, steps, STRIDE):
-            a = load_step(codes, high, scales, supers, row, step, step < steps, t, COLUMNS, TYPE)
-            b = load_step(codes, high, scales, supers, row2, step, step < steps, t, COLUMNS, TYPE)
-            acc = step_products(acc, a, b, address + tl.minimum(step, steps - 1) * 512, 1.0, TYPE)
-            step += STRIDE
+        for _ in range(0, groups, STRIDE):
+            tile, tile2 = load_tiles(
+                codes, high, scales, supers, row, row2, row3, row4, group, t, COLUMNS, TYPE, TILES
+            )  # fmt: skip
+            x = address + tl.minimum(group, groups - 1) * 256
+            acc, acc2 = group_products(acc, acc2, tile, tile2, x, TYPE, TILES)
+            group += STRIDE
+    return acc, acc2
+
+
+@triton.jit
+def load_dense(weight, row, row2, group, t, i: tl.constexpr, COLUMNS: tl.constexpr):
+    """Half i of a group of bfloat16 weights of both rows: its blocks 2 · i and 2 · i + 1."""
+    column = tl.minimum(group, COLUMNS // 128 - 1) * 128 + 64 * i + 8 * t
+    p, q = weight + row * COLUMNS + column, weight + row2 * COLUMNS + column
+    return load_four(p, 1), load_four(q, 1), load_four(p + 32, 1), load_four(q + 32, 1)
+
+
+@triton.jit
+def dense_block(acc, first, second, address, live):
+    """acc += 32 columns of the rows `first` and `second` times the x at address, where live."""
+    c0, c1, c2, c3 = acc
+    b0, b1 = load_two(address)
+    b2, b3 = load_two(address + 8)
+    b0, b1 = tl.where(live, b0, 0), tl.where(live, b1, 0)
+    b2, b3 = tl.where(live, b2, 0), tl.where(live, b3, 0)
+    c0, c1, c2, c3 = mma(first[0], second[0], first[1], second[1], b0, b1, c0, c1, c2, c3)
+    return mma(first[2], second[2], first[3], second[3], b2, b3, c0, c1, c2, c3)
+
+
+@triton.jit
+def dense_products(address, weight, row, row2, group, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, EARLY: tl.constexpr):
+    """As `tile_products`, for bfloat16 weights [rows, COLUMNS]; address: that of column 8 · t of this thread's x.
+
+    The next half of a group is asked for before this one is multiplied: a whole one would take more registers than
+    the quantised matrices of the launch, and so places on the card from all of its programs.
+    """
+    t = threads(group.shape[1] // 32)[1]
+    groups: tl.constexpr = COLUMNS // 128
+    nought = tl.zeros(address.shape, tl.float32)
+    acc = (nought, nought, nought, nought)
+    if EARLY:
+        mine = tl.where(t % 2 == 0, row, row2)
+        bring(weight + mine * COLUMNS, COLUMNS * 2, ((group == 0) & (t < 2)).to(tl.int32))
+    half = load_dense(weight, row, row2, group, t, 0, COLUMNS)
+    if EARLY:
+        gdc_wait()
+    for _ in range(0, groups, STRIDE):
+        live = group < groups  # past the end the last group is read once more
+        x = address + tl.minimum(group, groups - 1) * 256
+        other = load_dense(weight, row, row2, group, t, 1, COLUMNS)
+        acc = dense_block(acc, half[0], half[1], x, live)
+        acc = dense_block(acc, half[2], half[3], x + 64, live)
+        group += STRIDE
+        half = load_dense(weight, row, row2, group, t, 0, COLUMNS)
+        acc = dense_block(acc, other[0], other[1], x + 128, live)
+        acc = dense_block(acc, other[2], other[3], x + 192, live)
     return acc
 
 
@@ -377,122 +521,141 @@ def _store_one(out, residual, value, m, rows, n, width, ADD: tl.constexpr):
     tl.store(out + at, value, mask)
 
 
-# ---- one row of x ------------------------------------------------------------------------------------------------
+# ---- one row of x -------------------------------------------------------------------------------------------------
 #
 # With one row of x the eight columns would hold seven copies. Instead columns 2·i and 2·i + 1 belong to block i of a
-# group: its x stands in these columns and the other blocks' do not, so that one quad of registers collects the sums of
-# four blocks, block t in thread t, which then needs the scales of that block only.
+# group: x of that block stands in these columns and the other blocks' does not, so that one quad of registers collects
+# the sums of four blocks, block t in thread t, which then needs the scales of that block only. What the odd columns
+# give is left alone.
 
 
 @triton.jit
-def load_step_single(codes, high, scales, supers, row, step, live, t, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
-    """What this thread needs of one row for one step: 8 words, the scales of two blocks, supers, upper bits."""
-    block = row * (COLUMNS // 32) + step * 8
-    go = live.to(tl.int32)
-    w0, w1, w2, w3 = load_four(codes + block * 4 + t * 4, go)
-    w4, w5, w6, w7 = load_four(codes + block * 4 + t * 4 + 16, go)
-    e0 = tl.load(scales + block + t, live, other=0).to(tl.int32)
-    e1 = tl.load(scales + block + t + 4, live, other=0).to(tl.int32)
-    super = tl.load(supers + row * (COLUMNS // 256) + step, live, other=0)
-    if bits_of(TYPE) > 4:
-        h0 = tl.load(high + block + t, live, other=0)
-        h1 = tl.load(high + block + t + 4, live, other=0)
-    else:
-        h0 = w0
-        h1 = w0
-    return w0, w1, w2, w3, w4, w5, w6, w7, e0, e1, super, h0, h1
+def load_supers(supers, row, row2, group, live, COLUMNS: tl.constexpr):
+    """The entries of both rows for a group, the same for an even group and the next; zero where not live."""
+    entry = tl.minimum(group, COLUMNS // 128 - 1) // 2
+    first = tl.load(supers + row * (COLUMNS // 256) + entry, live, other=0)
+    return first, tl.load(supers + row2 * (COLUMNS // 256) + entry, live, other=0)
 
 
 @triton.jit
-def step_products_single(acc, first, second, address, g, factor, TYPE: tl.constexpr):
-    """acc (of both rows) += the step's weights, times factor, times x; address is that of block g // 2."""
-    upper, lower = acc
-    d, m = factors(first[10], TYPE)
-    d2, m2 = factors(second[10], TYPE)
+def load_group_single(codes, high, scales, super, row, group, live, t, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
+    """What this thread needs of one row for one group: 4 words, the scales of block t, supers, upper bits."""
+    block = row * (COLUMNS // 32) + tl.minimum(group, COLUMNS // 128 - 1) * 4
+    w0, w1, w2, w3 = load_four(codes + block * 4 + t * 4, live.to(tl.int32))
+    e = tl.load(scales + block + t).to(tl.int32)
+    h = tl.load(high + block + t) if bits_of(TYPE) > 4 else w0
+    return w0, w1, w2, w3, e, super, h
+
+
+@triton.jit
+def load_tile_single(
+    codes, high, scales, both, row, row2, group, live, t, COLUMNS: tl.constexpr, TYPE: tl.constexpr
+):  # fmt: skip
+    """A group of both rows, with their entries of `supers`."""
+    first = load_group_single(codes, high, scales, both[0], row, group, live, t, COLUMNS, TYPE)
+    return first, load_group_single(codes, high, scales, both[1], row2, group, live, t, COLUMNS, TYPE)
+
+
+@triton.jit
+def group_products_single(acc, tile, address, g, factor, TYPE: tl.constexpr):
+    """acc += a group's weights of both rows, times factor, times x; address is that of block g // 2."""
+    c0, c1, c2, c3 = acc
+    first, second = tile
+    d, m = factors(first[5], TYPE)
+    d2, m2 = factors(second[5], TYPE)
     d *= factor
     m *= factor
     d2 *= factor
     m2 *= factor
     lift: tl.constexpr = lift_of(TYPE)
     nought = tl.zeros(address.shape, tl.float32)
-    for k in tl.static_range(2):
-        b0, b1 = load_two(address + 256 * k)
-        b2, b3 = load_two(address + 256 * k + 32)
-        s0, s1, s2, s3 = mma(lift, lift, lift, lift, b0, b1, nought, nought, nought, nought)
+    b0, b1 = load_two(address)
+    b2, b3 = load_two(address + 32)
+    s0, s1, s2, s3 = mma(lift, lift, lift, lift, b0, b1, nought, nought, nought, nought)
+    if has_minimum(TYPE):
+        s0, s1, s2, s3 = mma(lift, lift, lift, lift, b2, b3, s0, s1, s2, s3)
+        z0, z1, z2, z3 = s0, s1, s2, s3
+    else:  # each half of a block has its own signed scale
+        z0, z1, z2, z3 = mma(lift, lift, lift, lift, b2, b3, nought, nought, nought, nought)
+    y0, y1, y2, y3 = s0, s1, s2, s3
+    for i in tl.static_range(4):
+        mine = g // 2 == i
+        p0, p1, p2, p3 = expanded_pairs(first[i], first[6], i, TYPE)
+        q0, q1, q2, q3 = expanded_pairs(second[i], second[6], i, TYPE)
+        x0, x1 = tl.where(mine, b0, 0), tl.where(mine, b1, 0)
+        x2, x3 = tl.where(mine, b2, 0), tl.where(mine, b3, 0)
+        y0, y1, y2, y3 = mma(p0, q0, p1, q1, x0, x1, y0, y1, y2, y3)
         if has_minimum(TYPE):
-            s0, s1, s2, s3 = mma(lift, lift, lift, lift, b2, b3, s0, s1, s2, s3)
-            y0, y1, y2, y3 = s0, s1, s2, s3
-            for i in tl.static_range(4):
-                mine = g // 2 == i
-                p0, p1, p2, p3 = expanded_pairs(first[4 * k + i], first[11 + k], i, TYPE)
-                q0, q1, q2, q3 = expanded_pairs(second[4 * k + i], second[11 + k], i, TYPE)
-                x0, x1, x2, x3 = (
-                    tl.where(mine, b0, 0),
-                    tl.where(mine, b1, 0),
-                    tl.where(mine, b2, 0),
-                    tl.where(mine, b3, 0),
-                )
-                y0, y1, y2, y3 = mma(p0, q0, p1, q1, x0, x1, y0, y1, y2, y3)
-                y0, y1, y2, y3 = mma(p2, q2, p3, q3, x2, x3, y0, y1, y2, y3)
-            upper += tl.fma(byte_as_float(first[8 + k], 0), d, -32768.0 * d) * y0
-            lower += tl.fma(byte_as_float(second[8 + k], 0), d2, -32768.0 * d2) * y2
-            upper += tl.fma(byte_as_float(first[8 + k], 1), m, -32768.0 * m) * s0
-            lower += tl.fma(byte_as_float(second[8 + k], 1), m2, -32768.0 * m2) * s2
+            y0, y1, y2, y3 = mma(p2, q2, p3, q3, x2, x3, y0, y1, y2, y3)
         else:
-            y0, y1, y2, y3 = s0, s1, s2, s3
-            z0, z1, z2, z3 = mma(lift, lift, lift, lift, b2, b3, nought, nought, nought, nought)
-            for i in tl.static_range(4):
-                mine = g // 2 == i
-                p0, p1, p2, p3 = expanded_pairs(first[4 * k + i], first[11 + k], i, TYPE)
-                q0, q1, q2, q3 = expanded_pairs(second[4 * k + i], second[11 + k], i, TYPE)
-                x0, x1, x2, x3 = (
-                    tl.where(mine, b0, 0),
-                    tl.where(mine, b1, 0),
-                    tl.where(mine, b2, 0),
-                    tl.where(mine, b3, 0),
-                )
-                y0, y1, y2, y3 = mma(p0, q0, p1, q1, x0, x1, y0, y1, y2, y3)
-                z0, z1, z2, z3 = mma(p2, q2, p3, q3, x2, x3, z0, z1, z2, z3)
-            turned = first[8 + k] ^ 0x8080
-            turned2 = second[8 + k] ^ 0x8080
-            upper += tl.fma(byte_as_float(turned, 0), d, -32896.0 * d) * y0
-            lower += tl.fma(byte_as_float(turned2, 0), d2, -32896.0 * d2) * y2
-            upper += tl.fma(byte_as_float(turned, 1), d, -32896.0 * d) * z0
-            lower += tl.fma(byte_as_float(turned2, 1), d2, -32896.0 * d2) * z2
-    return upper, lower
+            z0, z1, z2, z3 = mma(p2, q2, p3, q3, x2, x3, z0, z1, z2, z3)
+    if has_minimum(TYPE):
+        a = tl.fma(byte_as_float(first[4], 0), d, -32768.0 * d)
+        a2 = tl.fma(byte_as_float(second[4], 0), d2, -32768.0 * d2)
+        n = tl.fma(byte_as_float(first[4], 1), m, -32768.0 * m)
+        n2 = tl.fma(byte_as_float(second[4], 1), m2, -32768.0 * m2)
+    else:
+        turned = first[4] ^ 0x8080
+        turned2 = second[4] ^ 0x8080
+        a = tl.fma(byte_as_float(turned, 0), d, -32896.0 * d)
+        a2 = tl.fma(byte_as_float(turned2, 0), d2, -32896.0 * d2)
+        n = tl.fma(byte_as_float(turned, 1), d, -32896.0 * d)
+        n2 = tl.fma(byte_as_float(turned2, 1), d2, -32896.0 * d2)
+    c0 += a * y0
+    c1 += a * y1
+    c2 += a2 * y2
+    c3 += a2 * y3
+    c0 += n * z0
+    c1 += n * z1
+    c2 += n2 * z2
+    c3 += n2 * z3
+    return c0, c1, c2, c3
 
 
 @triton.jit
 def tile_products_single(
-    address, codes, high, scales, supers, row, row2, step,
+    address, codes, high, scales, supers, row, row2, group,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, STRIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As `tile_products`, for one row of x: two [1, threads], to be added up over t and the warps."""
-    g, t, _ = threads(step.shape[1] // 32)
-    steps: tl.constexpr = COLUMNS // 256
-    nought = tl.zeros(step.shape, tl.float32)
-    acc = (nought, nought)
+    """As `tile_products`, for one row of x: four [1, threads], to be added up over t and the warps.
+
+    AHEAD: groups come in twos, which share their entry of `supers`.
+    """
+    g, t, _ = threads(group.shape[1] // 32)
+    groups: tl.constexpr = COLUMNS // 128
+    nought = tl.zeros(group.shape, tl.float32)
+    acc = (nought, nought, nought, nought)
     if AHEAD:
-        a = load_step_single(codes, high, scales, supers, row, step, step < steps, t, COLUMNS, TYPE)
-        b = load_step_single(codes, high, scales, supers, row2, step, step < steps, t, COLUMNS, TYPE)
+        group *= 2
+        live = group < groups
+        both = load_supers(supers, row, row2, group, live, COLUMNS)
+        tile = load_tile_single(codes, high, scales, both, row, row2, group, live, t, COLUMNS, TYPE)
+        other = load_tile_single(codes, high, scales, both, row, row2, group + 1, live, t, COLUMNS, TYPE)
         if EARLY:
             gdc_wait()
-        for _ in range(0, steps, STRIDE):
-            after = step + STRIDE
-            a_next = load_step_single(codes, high, scales, supers, row, after, after < steps, t, COLUMNS, TYPE)
-            b_next = load_step_single(codes, high, scales, supers, row2, after, after < steps, t, COLUMNS, TYPE)
-            acc = step_products_single(acc, a, b, address + tl.minimum(step, steps - 1) * 512, g, 1.0, TYPE)
-            a = a_next
-            b = b_next
-            step = after
+        for _turn in range(0, groups, 2 * STRIDE):
+            x = address + tl.minimum(group, groups - 2) * 256
+            group += 2 * STRIDE
+            live = group < groups
+            both = load_supers(supers, row, row2, group, live, COLUMNS)
+            tile_next = load_tile_single(codes, high, scales, both, row, row2, group, live, t, COLUMNS, TYPE)
+            other_next = load_tile_single(codes, high, scales, both, row, row2, group + 1, live, t, COLUMNS, TYPE)
+            acc = group_products_single(acc, tile, x, g, 1.0, TYPE)
+            acc = group_products_single(acc, other, x + 256, g, 1.0, TYPE)
+            tile = tile_next
+            other = other_next
     else:
         if EARLY:
+            live = group < groups
+            ask_for_codes(codes, high, row, group * 4, live, t, COLUMNS, TYPE)
+            ask_for_codes(codes, high, row2, group * 4, live, t, COLUMNS, TYPE)
             gdc_wait()
-        for _ in range(0, steps, STRIDE):
-            a = load_step_single(codes, high, scales, supers, row, step, step < steps, t, COLUMNS, TYPE)
-            b = load_step_single(codes, high, scales, supers, row2, step, step < steps, t, COLUMNS, TYPE)
-            acc = step_products_single(acc, a, b, address + tl.minimum(step, steps - 1) * 512, g, 1.0, TYPE)
-            step += STRIDE
+        for _turn in range(0, groups, STRIDE):
+            live = group < groups
+            both = load_supers(supers, row, row2, group, live, COLUMNS)
+            tile = load_tile_single(codes, high, scales, both, row, row2, group, live, t, COLUMNS, TYPE)
+            acc = group_products_single(acc, tile, address + tl.minimum(group, groups - 1) * 256, g, 1.0, TYPE)
+            group += STRIDE
     return acc
 
 
@@ -506,7 +669,7 @@ def single_address(x, WARPS: tl.constexpr):
 @triton.jit
 def single_over_warps(acc, WARPS: tl.constexpr):
     """Rows g and g + 8 of the tile: two [8]."""
-    upper, lower = acc
+    upper, _, lower, _ = acc
     both = tl.join(upper, lower).reshape(WARPS, 8, 4, 2)
     return tl.split(tl.sum(tl.sum(both, 2), 0))
 
@@ -514,7 +677,7 @@ def single_over_warps(acc, WARPS: tl.constexpr):
 @triton.jit
 def single_gated_over_warps(acc, WARPS: tl.constexpr):
     """silu(gate) · up for rows g and g + 8; even warps hold shares of gate, odd warps of up."""
-    upper, lower = acc
+    upper, _, lower, _ = acc
     both = tl.join(upper, lower).reshape(WARPS // 2, 2, 8, 4, 2)
     gate, up = tl.split(tl.permute(tl.sum(tl.sum(both, 3), 0), (1, 2, 0)))
     return tl.split(gate * tl.sigmoid(gate) * up)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from rekindle.kernels.device import starting_early
 from rekindle.kernels.matmul.mma import (
+    dense_products,
     gated_over_warps,
     over_warps,
     single_address,
@@ -29,68 +32,94 @@ from rekindle.kernels.matmul.types import Packed
 FEW_ROWS = 32  # up to here this beats expanding the matrix first
 SEGMENTS = 4  # matrices of one launch
 WIDE = 8192  # outputs of a launch that fill a large card with four warps each
+LARGE = 1 << 25  # values of a launch that runs long
 
 
 class FewConfig(NamedTuple):
     """Warps that share 16 rows of the matrix, side by side along the columns; eights of rows of x in one program,
     or 0 for the form that takes a single row.
 
-    `ahead`: a warp asks for its next step before it multiplies this one. `early` (Hopper on): programs take their
-    places and ask for their first weights while the launch before still runs.
+    `ahead`: a warp asks for its next step before it multiplies this one. `tiles`: of 16 rows that a warp multiplies by
+    the same x.
     """
 
     warps: int
     eights: int
     ahead: bool
-    early: bool = False
-
-    @property
-    def launch(self) -> dict[str, int | bool]:
-        return {"num_warps": self.warps, "num_stages": 1} | ({"launch_pdl": True} if self.early else {})
+    tiles: int = 1
 
 
 def few_config(width: int, columns: int, rows: int, paired: bool = False, six_bits: bool = False) -> FewConfig:
-    """The fastest of those timed on an H200 (docs/LOG.md). `six_bits`: one of the matrices is Q6_K, which takes so many
-    instructions per weight that asking for the next step ahead pays."""
-    if rows > 16:
-        warps, eights, ahead = 2 * (1 + paired), 4, False
-    elif rows > 8:
-        warps, eights, ahead = 2 * (1 + paired), 2, True
-    elif six_bits or rows > 1:
-        warps, eights, ahead = 4, int(rows > 1), six_bits
-    else:
+    """The fastest of those timed on an H200 (docs/LOG.md). `six_bits`: one of the matrices is Q6_K."""
+    wide = paired or width >= WIDE
+    if rows == 1:
         # A narrow matrix takes more warps beside one another, so that enough loads are in flight.
-        warps, eights, ahead = (8 if paired or width < WIDE else 4), 0, False
-    most = (1 + paired) * (1 << (columns // 256).bit_length() - 1)  # no warp without a step of its own
-    return FewConfig(min(warps, most), eights, ahead)
+        few = six_bits or (wide and not paired)
+        config = FewConfig(4 if few else 8, 0, True)
+    elif rows <= 8:
+        config = FewConfig(4, 1, True)
+    elif wide and not six_bits:
+        config = FewConfig(4, 2, False, 2)
+    else:
+        config = FewConfig(4 if rows <= 16 else 8, 2, True)
+    most = (1 + paired) * (1 << (columns // 256).bit_length() - 1)  # no warp without two groups of its own
+    return config._replace(warps=min(config.warps, most))
+
+
+@triton.constexpr_function
+def outputs_of(type, tiles):
+    """Of one program."""
+    return 16 if type == "dense" else 16 * tiles
 
 
 @triton.jit
 def _segment(
     x, x_stride, rows, residual, out, codes, high, scales, supers, width, pid,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, ADD: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, ADD: tl.constexpr, NT: tl.constexpr, TILES: tl.constexpr,
+    WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """16 outputs of one matrix for 8 · NT rows of x, or for the only row."""
+    """16 · TILES outputs of one matrix (16 of a dense one) for 8 · NT rows of x, or for the only row."""
     g, t, warp = threads(WARPS)
-    row = tl.minimum(pid * 16 + g, width - 1).to(tl.int64)
-    row2 = tl.minimum(pid * 16 + g + 8, width - 1).to(tl.int64)
-    if NT == 0:
+    at = pid * outputs_of(TYPE, TILES)
+    row, row2, row3, row4 = rows_of_tiles(at + g, width)
+    if TYPE == "dense":
+        eights: tl.constexpr = NT if NT > 0 else 1
+        m_first = tl.program_id(0) * 8 * eights
+        m = m_first + 8 * tl.arange(0, eights)[:, None] + g
+        address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 8 * t).to(tl.int64)
+        acc = dense_products(address, codes, row, row2, warp, COLUMNS, WARPS, EARLY)
+        store_tile(out, residual, over_warps(acc, eights, WARPS), m_first, rows, at, width, eights, ADD)
+    elif NT == 0:
         single = tile_products_single(
-            single_address(x, WARPS), codes, high, scales, supers, row, row2, warp, COLUMNS, TYPE, WARPS, AHEAD, EARLY
+            single_address(x, WARPS), codes, high, scales, supers, row, row2, warp,
+            COLUMNS, TYPE, WARPS, AHEAD, EARLY,
         )  # fmt: skip
-        store_single(out, residual, single_over_warps(single, WARPS), pid * 16, width, ADD)
+        store_single(out, residual, single_over_warps(single, WARPS), at, width, ADD)
     else:
         m = tl.program_id(0) * 8 * NT + 8 * tl.arange(0, NT)[:, None] + g
         address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 4 * t).to(tl.int64)
-        acc = tile_products(
-            address, codes, high, scales, supers, row, row2, warp, COLUMNS, TYPE, WARPS, AHEAD, EARLY
+        acc, acc2 = tile_products(
+            address, codes, high, scales, supers, row, row2, row3, row4, warp,
+            COLUMNS, TYPE, WARPS, TILES, AHEAD, EARLY,
         )  # fmt: skip
-        acc = over_warps(acc, NT, WARPS)
-        store_tile(out, residual, acc, tl.program_id(0) * 8 * NT, rows, pid * 16, width, NT, ADD)
+        m_first = tl.program_id(0) * 8 * NT
+        store_tile(out, residual, over_warps(acc, NT, WARPS), m_first, rows, at, width, NT, ADD)
+        if TILES == 2:
+            store_tile(out, residual, over_warps(acc2, NT, WARPS), m_first, rows, at + 16, width, NT, ADD)
 
 
 @triton.jit
+def rows_of_tiles(n, width):
+    """Rows n, n + 8, n + 16, n + 24 of a matrix, the last one for those past the end."""
+    return (
+        tl.minimum(n, width - 1).to(tl.int64),
+        tl.minimum(n + 8, width - 1).to(tl.int64),
+        tl.minimum(n + 16, width - 1).to(tl.int64),
+        tl.minimum(n + 24, width - 1).to(tl.int64),
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _products_kernel(
     x, x_stride, rows, residual,
     out0, codes0, high0, scales0, supers0, width0,
@@ -98,57 +127,56 @@ def _products_kernel(
     out2, codes2, high2, scales2, supers2, width2,
     out3, codes3, high3, scales3, supers3, width3,
     COLUMNS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr, TYPE3: tl.constexpr,
-    ADD: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr,
+    ADD: tl.constexpr, NT: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Up to four matrices behind one another; a program belongs to one of them."""
     if EARLY:
         gdc_launch_dependents()
     pid = tl.program_id(1)
-    end = tl.cdiv(width0, 16)
+    end = tl.cdiv(width0, outputs_of(TYPE0, TILES))
     if pid < end:
         _segment(
             x, x_stride, rows, residual, out0, codes0, high0, scales0, supers0, width0, pid,
-            COLUMNS, TYPE0, ADD, NT, WARPS, AHEAD, EARLY,
+            COLUMNS, TYPE0, ADD, NT, TILES, WARPS, AHEAD, EARLY,
         )  # fmt: skip
     if TYPE1 != "none":
         pid -= end
-        end = tl.cdiv(width1, 16)
+        end = tl.cdiv(width1, outputs_of(TYPE1, TILES))
         if (pid >= 0) & (pid < end):
             _segment(
                 x, x_stride, rows, residual, out1, codes1, high1, scales1, supers1, width1, pid,
-                COLUMNS, TYPE1, False, NT, WARPS, AHEAD, EARLY,
+                COLUMNS, TYPE1, False, NT, TILES, WARPS, AHEAD, EARLY,
             )  # fmt: skip
     if TYPE2 != "none":
         pid -= end
-        end = tl.cdiv(width2, 16)
+        end = tl.cdiv(width2, outputs_of(TYPE2, TILES))
         if (pid >= 0) & (pid < end):
             _segment(
                 x, x_stride, rows, residual, out2, codes2, high2, scales2, supers2, width2, pid,
-                COLUMNS, TYPE2, False, NT, WARPS, AHEAD, EARLY,
+                COLUMNS, TYPE2, False, NT, TILES, WARPS, AHEAD, EARLY,
             )  # fmt: skip
     if TYPE3 != "none":
         pid -= end
         if pid >= 0:
             _segment(
                 x, x_stride, rows, residual, out3, codes3, high3, scales3, supers3, width3, pid,
-                COLUMNS, TYPE3, False, NT, WARPS, AHEAD, EARLY,
+                COLUMNS, TYPE3, False, NT, TILES, WARPS, AHEAD, EARLY,
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated_products_kernel(
     x, x_stride, rows, out, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, NT: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate x) · (up x): 16 outputs for 8 · NT rows of x; even warps take gate, odd ones up."""
+    """silu(gate x) · (up x): 16 · TILES outputs for 8 · NT rows of x; even warps take gate, odd ones up."""
     if EARLY:
         gdc_launch_dependents()
-    pid = tl.program_id(1)
+    at = tl.program_id(1) * (16 * TILES)
     g, t, warp = threads(WARPS)
-    row = tl.minimum(pid * 16 + g, width - 1).to(tl.int64)
-    row2 = tl.minimum(pid * 16 + g + 8, width - 1).to(tl.int64)
+    row, row2, row3, row4 = rows_of_tiles(at + g, width)
     is_up = warp % 2 == 1
     codes = tl.where(is_up, up_codes, codes)
     high = tl.where(is_up, up_high, high)
@@ -159,37 +187,46 @@ def _gated_products_kernel(
             single_address(x, WARPS), codes, high, scales, supers, row, row2, warp // 2,
             COLUMNS, TYPE, WARPS // 2, AHEAD, EARLY,
         )  # fmt: skip
-        store_single(out, out, single_gated_over_warps(single, WARPS), pid * 16, width, False)
+        store_single(out, out, single_gated_over_warps(single, WARPS), at, width, False)
     else:
         m = tl.program_id(0) * 8 * NT + 8 * tl.arange(0, NT)[:, None] + g
         address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 4 * t).to(tl.int64)
-        acc = tile_products(
-            address, codes, high, scales, supers, row, row2, warp // 2, COLUMNS, TYPE, WARPS // 2, AHEAD, EARLY
+        acc, acc2 = tile_products(
+            address, codes, high, scales, supers, row, row2, row3, row4, warp // 2,
+            COLUMNS, TYPE, WARPS // 2, TILES, AHEAD, EARLY,
         )  # fmt: skip
-        acc = gated_over_warps(acc, NT, WARPS)
-        store_tile(out, out, acc, tl.program_id(0) * 8 * NT, rows, pid * 16, width, NT, False)
+        m_first = tl.program_id(0) * 8 * NT
+        store_tile(out, out, gated_over_warps(acc, NT, WARPS), m_first, rows, at, width, NT, False)
+        if TILES == 2:
+            store_tile(out, out, gated_over_warps(acc2, NT, WARPS), m_first, rows, at + 16, width, NT, False)
 
 
 def multiply(
-    x: Tensor, weights: list[Packed], residual: Tensor | None = None, config: FewConfig | None = None
+    x: Tensor, weights: Sequence[Packed | Tensor], residual: Tensor | None = None, config: FewConfig | None = None
 ) -> list[Tensor]:
-    """x [rows, in] through up to SEGMENTS matrices in one launch; residual belongs to the first."""
+    """x [rows, in] through up to SEGMENTS matrices in one launch; residual belongs to the first.
+
+    A tensor is a matrix of bfloat16 values; such programs take long, and should stand first.
+    """
     rows, columns = x.shape
-    widths = [weight.rows for weight in weights]
-    config = config or few_config(sum(widths), columns, rows, six_bits=any(w.type == "Q6_K" for w in weights))
+    widths = [weight.shape[0] if isinstance(weight, Tensor) else weight.rows for weight in weights]
+    types = ["dense" if isinstance(weight, Tensor) else weight.type for weight in weights]
+    config = config or few_config(sum(widths), columns, rows, six_bits="Q6_K" in types)
     x = x if x.stride(1) == 1 and x.stride(0) % 4 == 0 else x.contiguous()
     dtypes = [x.dtype if residual is None else residual.dtype] + [x.dtype] * (len(weights) - 1)
     outs = [torch.empty(rows, n, dtype=dtype, device=x.device) for n, dtype in zip(widths, dtypes, strict=True)]
     arguments: list[Tensor | int] = []
-    for weight, out in zip(weights, outs, strict=True):
-        arguments += [out, *_planes(weight), weight.rows]
+    for weight, out, width in zip(weights, outs, widths, strict=True):
+        arguments += [out, *_planes(weight), width]
     arguments += arguments[:6] * (SEGMENTS - len(weights))  # of absent matrices, never read
-    types = [weight.type for weight in weights] + ["none"] * (SEGMENTS - len(weights))
-    grid = (_programs(rows, config), sum(triton.cdiv(n, 16) for n in widths))
-    _products_kernel[grid](
+    programs = sum(
+        triton.cdiv(n, 16 if type == "dense" else 16 * config.tiles) for n, type in zip(widths, types, strict=True)
+    )
+    types += ["none"] * (SEGMENTS - len(weights))
+    _products_kernel[(_programs(rows, config), programs)](
         x, x.stride(0), rows, outs[0] if residual is None else residual, *arguments, columns, *types,
-        ADD=residual is not None, NT=config.eights, WARPS=config.warps, AHEAD=config.ahead, EARLY=config.early,
-        **config.launch,
+        ADD=residual is not None, NT=config.eights, TILES=config.tiles, WARPS=config.warps, AHEAD=config.ahead,
+        num_warps=config.warps, num_stages=1, **_starting(x.device, sum(widths) * columns),
     )  # fmt: skip
     return outs
 
@@ -200,20 +237,29 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, config: FewConfig | None = None)
     config = config or few_config(gate.rows, columns, rows, paired=True, six_bits=gate.type == "Q6_K")
     x = x if x.stride(1) == 1 and x.stride(0) % 4 == 0 else x.contiguous()
     out = torch.empty(rows, gate.rows, dtype=x.dtype, device=x.device)
-    _gated_products_kernel[(_programs(rows, config), triton.cdiv(gate.rows, 16))](
+    _gated_products_kernel[(_programs(rows, config), triton.cdiv(gate.rows, 16 * config.tiles))](
         x, x.stride(0), rows, out, gate.rows, *_planes(gate), *_planes(up), columns, gate.type,
-        NT=config.eights, WARPS=config.warps, AHEAD=config.ahead, EARLY=config.early,
-        **config.launch,
+        NT=config.eights, TILES=config.tiles, WARPS=config.warps, AHEAD=config.ahead,
+        num_warps=config.warps, num_stages=1, **_starting(x.device, 2 * gate.rows * columns),
     )  # fmt: skip
     return out
 
 
+def _starting(device: torch.device, values: int) -> dict[str, bool]:
+    """A launch that runs long gains little by an early start, and loses by it: its programs take places wherever the
+    launch before leaves some, so that some multiprocessors have more of them than others to the end."""
+    return starting_early(device) if values < LARGE else {"EARLY": False}
+
+
 def _programs(rows: int, config: FewConfig) -> int:
     """Programs beside one another for all rows of x."""
-    assert config.eights > 0 or rows == 1, f"the form for a single row was asked for {rows}"
+    assert config.eights > 0 or (rows, config.tiles) == (1, 1), f"the form for a single row was asked for {rows}"
     return triton.cdiv(rows, max(1, 8 * config.eights))
 
 
-def _planes(weight: Packed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _planes(weight: Packed | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if isinstance(weight, Tensor):
+        assert weight.dtype == torch.bfloat16 and weight.is_contiguous(), f"not {weight.dtype} {weight.stride()}"
+        return weight, weight, weight, weight
     assert weight.supers is not None, f"{weight.type} has supers"
     return weight.codes, weight.codes if weight.high is None else weight.high, weight.scales, weight.supers

@@ -18,6 +18,7 @@ Value of a weight with code q (d, m and their like are the float16 numbers of th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,19 @@ def pack(raw: Tensor, type: str, columns: int) -> Packed:
     assert codes is not None, "codes are there for every type"
     assert scales is not None, "scales are there for every type"
     return Packed(type, rows, columns, codes, high, scales, supers)
+
+
+@cache
+def _block_bytes(type: str) -> int:
+    """What one stored block takes in planes."""
+    form = FORMATS[type]
+    planes = pack(torch.zeros(1, form.nbytes, dtype=torch.uint8), type, form.weights).planes
+    return sum(plane.nbytes for plane in planes)
+
+
+def packed_bytes(type: str, weights: int) -> int | None:
+    """What so many weights take in planes, in whole blocks; None for a type that has no planes."""
+    return weights // FORMATS[type].weights * _block_bytes(type) if type in FORMATS else None
 
 
 def join(parts: list[Packed]) -> Packed:

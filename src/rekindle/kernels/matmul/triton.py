@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rekindle.kernels.device import starting_early
 from rekindle.kernels.matmul import mma, nvidia
 from rekindle.kernels.matmul.tiles import block_numbers, dot_blocks, dot_pair, load_weights
 from rekindle.kernels.matmul.types import Matrix, Packed
@@ -26,23 +27,16 @@ T = TypeVar("T")
 MANY_ROWS = 128  # from here on a matrix is expanded whole
 SCRATCH = 1 << 28  # weights of the largest expanded slab: 512 MiB in 16 bits
 SEGMENTS = 4  # matrices of one launch
+JOINING_ROWS = 256  # of a dense matrix that goes in the launch of quantised ones
 ENOUGH_WARPS = 2048  # in flight, to keep the memory of a large card busy
 
 
 class RowConfig(NamedTuple):
-    """One row: rows and blocks of a tile. A warp covers 32 blocks, so warps lie side by side along a row.
-
-    `early` (NVIDIA, Hopper on): programs take their places while the launch before still runs, and wait there.
-    """
+    """One row: rows and blocks of a tile. A warp covers 32 blocks, so warps lie side by side along a row."""
 
     rows: int
     blocks: int
     warps: int
-    early: bool = False
-
-    @property
-    def launch(self) -> dict[str, int | bool]:
-        return {"num_warps": self.warps} | ({"launch_pdl": True} if self.early else {})
 
 
 class RowsConfig(NamedTuple):
@@ -84,14 +78,21 @@ def multiply_by_all(x: Tensor, matrices: list[Matrix]) -> list[Tensor]:
     """A few rows through several matrices, in as few launches as may be."""
     outs: dict[int, Tensor] = {}
     units = {i: m.packed for i, m in enumerate(matrices) if m.packed is not None and by_units(x, m.packed)}
-    for some in _by_fours(list(units)):
-        outs |= zip(some, nvidia.multiply(x, [units[i] for i in some]), strict=True)
-    rest = [i for i in range(len(matrices)) if i not in units]
+    dense = {i: m.values for i, m in enumerate(matrices) if m.packed is None and joins_units(m.values)} if units else {}
+    launched: dict[int, Packed | Tensor] = {**dense, **units}
+    for some in _by_fours(list(launched)):
+        outs |= zip(some, nvidia.multiply(x, [launched[i] for i in some]), strict=True)
+    rest = [i for i in range(len(matrices)) if i not in launched]
     if x.shape[0] == 1:
         outs |= zip(rest, multiply_row_by_all(x, [matrices[i] for i in rest]), strict=True)
     else:
         outs |= {i: _multiply_any(x, matrices[i]) for i in rest}
     return [outs[i] for i in range(len(matrices))]
+
+
+def joins_units(values: Tensor) -> bool:
+    """A dense matrix can go in the launch of quantised ones: of the right type, and small beside them."""
+    return values.dtype == torch.bfloat16 and values.is_contiguous() and values.shape[0] <= JOINING_ROWS
 
 
 def multiply_row_by_all(x: Tensor, matrices: list[Matrix]) -> list[Tensor]:
@@ -296,8 +297,8 @@ def launch_row(
     _row_kernel[(sum(triton.cdiv(size, config.rows) for size in sizes),)](
         x, 0, outs[0] if residual is None else residual, *arguments, columns, *types,
         BN=config.rows, BB=config.blocks, MASKED=columns % (32 * config.blocks) != 0,
-        RAGGED=any(size % config.rows for size in sizes), ADD=residual is not None, EARLY=config.early,
-        **config.launch,
+        RAGGED=any(size % config.rows for size in sizes), ADD=residual is not None,
+        num_warps=config.warps, **starting_early(x.device),
     )  # fmt: skip
     return outs
 
@@ -361,7 +362,7 @@ def swiglu_row(x: Tensor, gate: Packed, up: Packed, config: RowConfig | None = N
     _swiglu_row_kernel[(triton.cdiv(gate.rows, half),)](
         x, out, gate.rows, 0, *planes_of(gate), *planes_of(up), gate.columns, gate.type,
         BN=half, BB=config.blocks, MASKED=gate.columns % (32 * config.blocks) != 0, RAGGED=gate.rows % half != 0,
-        EARLY=config.early, **config.launch,
+        num_warps=config.warps, **starting_early(x.device),
     )  # fmt: skip
     return out
 
@@ -375,8 +376,12 @@ def _rows_kernel(
     codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile [BM rows of x, BN outputs], or its share of the sum over columns."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     pid_n, pid_m, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     DTYPE: tl.constexpr = x.dtype.element_ty
     blocks: tl.constexpr = COLUMNS // 32
@@ -453,7 +458,7 @@ def few_rows(
         *planes_of(weight), *planes_of(weight if up is None else up),
         columns, weight.type, PAIRED=up is not None, ADD=residual is not None, SPLIT=split, BN=config.out, BM=tile,
         BB=config.blocks, MASKED=columns % (32 * config.blocks) != 0, EXACT=x.dtype == torch.float32,
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps, num_stages=config.stages, **starting_early(x.device),
     )  # fmt: skip
     return out
 
@@ -479,12 +484,16 @@ def counters(device: torch.device) -> Tensor:
 # ---- many rows ---------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _expand_kernel(
     out, ids, codes, high, scales, supers, rows, blocks, nought,
     TYPE: tl.constexpr, GATHER: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[n] = the values of row n, or of row ids[n]."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.minimum(n, rows - 1)
     if GATHER:
@@ -513,6 +522,7 @@ def expand(weight: Packed, out: Tensor, config: ExpandConfig = EXPAND) -> Tensor
     _expand_kernel[(triton.cdiv(weight.rows, config.rows), triton.cdiv(blocks, config.blocks))](
         out, out, *planes_of(weight), weight.rows, blocks, 0, weight.type, GATHER=False,
         BN=config.rows, BB=config.blocks, MASKED=blocks % config.blocks != 0, num_warps=config.warps,
+        **starting_early(out.device),
     )  # fmt: skip
     return out
 
@@ -523,7 +533,7 @@ def gather_rows(weight: Packed, ids: Tensor) -> Tensor:
     out = torch.empty(ids.shape[0], weight.columns, dtype=torch.float32, device=ids.device)
     _expand_kernel[(ids.shape[0], triton.cdiv(blocks, 32))](
         out, ids, *planes_of(weight), ids.shape[0], blocks, 0, weight.type, GATHER=True,
-        BN=1, BB=32, MASKED=blocks % 32 != 0, num_warps=1,
+        BN=1, BB=32, MASKED=blocks % 32 != 0, num_warps=1, **starting_early(out.device),
     )  # fmt: skip
     return out
 
@@ -561,7 +571,10 @@ def scratch(like: Tensor, rows: int, columns: int) -> Tensor:
 
 
 @triton.jit
-def _silu_mul_kernel(gate, up, out, size, B: tl.constexpr):
+def _silu_mul_kernel(gate, up, out, size, B: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     o = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     g = tl.load(gate + o, o < size, other=0.0).to(tl.float32)
     u = tl.load(up + o, o < size, other=0.0).to(tl.float32)
@@ -570,5 +583,7 @@ def _silu_mul_kernel(gate, up, out, size, B: tl.constexpr):
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, both contiguous and of one shape; into gate."""
-    _silu_mul_kernel[(triton.cdiv(gate.numel(), 4096),)](gate, up, gate, gate.numel(), B=4096, num_warps=8)
+    _silu_mul_kernel[(triton.cdiv(gate.numel(), 4096),)](
+        gate, up, gate, gate.numel(), B=4096, num_warps=8, **starting_early(gate.device)
+    )  # fmt: skip
     return gate

@@ -43,7 +43,7 @@ def moe(
     """h [rows, hidden] through its chosen experts and the shared one -> [rows, hidden] in h.dtype, plus residual."""
     if gate.packed is not None and up.packed is not None and down.packed is not None:
         return _gpu().moe(h, ids, weights, gate, up, down, shared, residual)
-    total = by_expert.moe(h, ids, weights, gate.values, up.values, down.values)
+    total = by_expert.moe(h, ids, weights, gate, up, down)
     if shared is not None:
         share = torch.sigmoid(h.float() @ shared.scale.float())[:, None]
         total = total + share * multiply(swiglu(h, shared.gate, shared.up), shared.down).float()

@@ -1,7 +1,7 @@
 """Routed experts in NVIDIA's matrix units, for few rows: `matmul.mma` holds the pieces.
 
-By pair, every chosen expert of every row reads its own weights. By group, an expert's weights are read once for up to
-8 · NT of its pairs. In both, a program gives 16 outputs, and its warps lie side by side along the columns.
+By pair, every chosen expert of every row reads its own weights. By group, an expert's weights are read once for 8 · NT
+of its pairs. A program gives 16 outputs, and its warps lie side by side along the columns.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,16 +14,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rekindle.kernels.device import starting_early
 from rekindle.kernels.matmul.mma import (
     gated_over_warps,
+    group_products_single,
     load_one,
-    load_step_single,
+    load_supers,
+    load_tile_single,
     over_warps,
     single_address,
     single_gated_over_warps,
     single_over_warps,
-    step_products_single,
     store_single,
     store_tile,
     threads,
@@ -36,15 +39,24 @@ Planes = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class UnitsConfig(NamedTuple):
-    """Warps of a program for gate and up (half for each) and for down; whether up asks for its next step ahead."""
+    """Warps of a program for gate and up (half for each) and for down. By pair only: whether gate and up ask for what
+    comes next before they multiply; registers that a thread may take (0: as many as it likes)."""
 
     up_warps: int
     down_warps: int
-    ahead: bool
+    ahead: bool = False
+    registers: int = 0
+
+    @property
+    def limit(self) -> dict[str, int]:
+        return {"maxnreg": self.registers} if self.registers else {}
 
 
-PAIRS = UnitsConfig(8, 8, False)
-GROUPS = UnitsConfig(4, 1, True)
+EIGHTS = UnitsConfig(4, 1)  # grouped
+
+
+def pairs_config(rows: int) -> UnitsConfig:
+    return UnitsConfig(8, 16, True, registers=80) if rows == 1 else UnitsConfig(8, 8)
 
 
 # ---- every pair for itself ---------------------------------------------------------------------------------------
@@ -53,17 +65,20 @@ GROUPS = UnitsConfig(4, 1, True)
 @triton.jit
 def _gated_row(
     x, out, base, at, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """silu(gate x) · (up x) for 16 outputs from `at` on, of the expert whose rows begin at `base`."""
     g, _, warp = threads(WARPS)
     row = base + tl.minimum(at + g, width - 1).to(tl.int64)
     row2 = base + tl.minimum(at + g + 8, width - 1).to(tl.int64)
     is_up = warp % 2 == 1
+    codes = tl.where(is_up, up_codes, codes)
+    high = tl.where(is_up, up_high, high)
+    scales = tl.where(is_up, up_scales, scales)
+    supers = tl.where(is_up, up_supers, supers)
     acc = tile_products_single(
-        single_address(x, WARPS), tl.where(is_up, up_codes, codes), tl.where(is_up, up_high, high),
-        tl.where(is_up, up_scales, scales), tl.where(is_up, up_supers, supers), row, row2, warp // 2,
-        COLUMNS, TYPE, WARPS // 2, AHEAD, False,
+        single_address(x, WARPS), codes, high, scales, supers, row, row2, warp // 2,
+        COLUMNS, TYPE, WARPS // 2, AHEAD, EARLY,
     )  # fmt: skip
     store_single(out, out, single_gated_over_warps(acc, WARPS), at, width, False)
 
@@ -74,24 +89,28 @@ def _up_pairs_kernel(
     codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
     s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales, s_up_supers,
     USED: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
-    WARPS: tl.constexpr, AHEAD: tl.constexpr,
+    WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """inner[row, place, :] for a chosen expert; place USED is the shared expert, which also leaves its share."""
+    if EARLY:
+        gdc_launch_dependents()
     row = tl.program_id(2)
     place = tl.program_id(1)
     at = tl.program_id(0) * 16
     x = h + row.to(tl.int64) * COLUMNS
     out = inner + (row * (USED + SHARED) + place).to(tl.int64) * width
     if place < USED:
+        if EARLY:
+            gdc_wait()
         base = tl.load(ids + row * USED + place).to(tl.int64) * width
         _gated_row(
             x, out, base, at, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
-            COLUMNS, TYPE, WARPS, AHEAD,
+            COLUMNS, TYPE, WARPS, AHEAD, False,
         )  # fmt: skip
     elif SHARED:
         _gated_row(
             x, out, 0, at, width, s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales,
-            s_up_supers, COLUMNS, S_TYPE, WARPS, AHEAD,
+            s_up_supers, COLUMNS, S_TYPE, WARPS, AHEAD, EARLY,
         )  # fmt: skip
         if at == 0:
             k = tl.arange(0, 256)
@@ -102,51 +121,81 @@ def _up_pairs_kernel(
 
 
 @triton.jit
+def _load_turn(
+    ids, weights, planes, source, n, n2, x, turn, width,
+    USED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """A group of one of the row's experts, the expert's weight, and where the group's x is."""
+    codes, high, scales, supers = planes
+    groups: tl.constexpr = COLUMNS // 128
+    live = turn < USED * groups
+    turn = tl.minimum(turn, USED * groups - 1)
+    place = turn // groups
+    group = turn % groups
+    t = threads(turn.shape[1] // 32)[1]
+    first = tl.load(ids + source * USED + place).to(tl.int64) * width
+    both = load_supers(supers, first + n, first + n2, group, live, COLUMNS)
+    tile = load_tile_single(codes, high, scales, both, first + n, first + n2, group, live, t, COLUMNS, TYPE)
+    return tile, tl.load(weights + source * USED + place), x + turn * 256
+
+
+@triton.jit
 def _down_pairs_kernel(
     inner, ids, weights, share, residual, out, width,
     codes, high, scales, supers, s_codes, s_high, s_scales, s_supers,
     USED: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
-    ADD: tl.constexpr, WARPS: tl.constexpr,
+    ADD: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """16 outputs of one row: the steps of all its experts are dealt to the warps, then the shared expert's."""
+    if EARLY:
+        gdc_launch_dependents()
     source = tl.program_id(1)
     at = tl.program_id(0) * 16
-    steps: tl.constexpr = COLUMNS // 256
+    groups: tl.constexpr = COLUMNS // 128
     g, t, warp = threads(WARPS)
     n = tl.minimum(at + g, width - 1).to(tl.int64)
     n2 = tl.minimum(at + g + 8, width - 1).to(tl.int64)
     x = single_address(inner + source.to(tl.int64) * (USED + SHARED) * COLUMNS, WARPS)
     nought = tl.zeros(warp.shape, tl.float32)
-    acc = (nought, nought)
-    for start in range(0, USED * steps, WARPS):
-        turn = start + warp
-        live = turn < USED * steps
-        place = tl.minimum(turn // steps, USED - 1)
-        step = turn % steps
-        first = tl.load(ids + source * USED + place).to(tl.int64) * width
-        weight = tl.load(weights + source * USED + place)
-        a = load_step_single(codes, high, scales, supers, first + n, step, live, t, COLUMNS, TYPE)
-        b = load_step_single(codes, high, scales, supers, first + n2, step, live, t, COLUMNS, TYPE)
-        acc = step_products_single(acc, a, b, x + place * (2 * COLUMNS) + step * 512, g, weight, TYPE)
-    if SHARED:
+    acc = (nought, nought, nought, nought)
+    if SHARED:  # asked for before the wait; the sum begins with it
+        live = warp < groups
+        both = load_supers(s_supers, n, n2, warp, live, COLUMNS)
+        tile = load_tile_single(s_codes, s_high, s_scales, both, n, n2, warp, live, t, COLUMNS, S_TYPE)
+        if EARLY:
+            gdc_wait()
         part = tl.load(share + source)
-        for start in range(0, steps, WARPS):
-            step = start + warp
-            live = step < steps
-            a = load_step_single(s_codes, s_high, s_scales, s_supers, n, step, live, t, COLUMNS, S_TYPE)
-            b = load_step_single(s_codes, s_high, s_scales, s_supers, n2, step, live, t, COLUMNS, S_TYPE)
-            address = x + USED * 2 * COLUMNS + tl.minimum(step, steps - 1) * 512
-            acc = step_products_single(acc, a, b, address, g, part, S_TYPE)
+        for start in range(0, groups, WARPS):
+            group = start + warp
+            address = x + USED * 2 * COLUMNS + tl.minimum(group, groups - 1) * 256
+            acc = group_products_single(acc, tile, address, g, part, S_TYPE)
+            group += WARPS
+            live = group < groups
+            both = load_supers(s_supers, n, n2, group, live, COLUMNS)
+            tile = load_tile_single(s_codes, s_high, s_scales, both, n, n2, group, live, t, COLUMNS, S_TYPE)
+    elif EARLY:
+        gdc_wait()
+    planes = codes, high, scales, supers
+    turn = warp
+    tile, weight, address = _load_turn(ids, weights, planes, source, n, n2, x, turn, width, USED, COLUMNS, TYPE)
+    for _ in range(0, USED * groups, WARPS):
+        now, factor, here = tile, weight, address
+        turn += WARPS
+        tile, weight, address = _load_turn(ids, weights, planes, source, n, n2, x, turn, width, USED, COLUMNS, TYPE)
+        acc = group_products_single(acc, now, here, g, factor, TYPE)
     to = source.to(tl.int64) * width
     store_single(out + to, residual + to, single_over_warps(acc, WARPS), at, width, ADD)
 
 
 def by_pair(
     h: Tensor, ids: Tensor, weights: Tensor, gate: Packed, up: Packed, down: Packed, width: int,
-    shared: tuple[Packed, Packed, Packed, Tensor] | None, residual: Tensor | None, config: UnitsConfig = PAIRS,
+    shared: tuple[Packed, Packed, Packed, Tensor] | None, residual: Tensor | None,
+    config: UnitsConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Two launches for everything; gate and up are of one type, and so are the shared expert's."""
     rows, hidden = h.shape
+    config = config or pairs_config(rows)
+    early = starting_early(h.device)
     used = ids.shape[1]
     h = h.contiguous()
     s_gate, s_up, s_down, scale = shared or (gate, up, down, h)
@@ -157,72 +206,105 @@ def by_pair(
         h, ids, inner, share, scale, width, *planes(gate), *planes(up), *planes(s_gate), *planes(s_up),
         USED=used, SHARED=shared is not None, COLUMNS=hidden, TYPE=gate.type, S_TYPE=s_gate.type,
         WARPS=config.up_warps, AHEAD=config.ahead, num_warps=config.up_warps, num_stages=1,
+        **config.limit, **early,
     )  # fmt: skip
     out = torch.empty(rows, hidden, dtype=h.dtype if residual is None else residual.dtype, device=h.device)
     _down_pairs_kernel[(triton.cdiv(hidden, 16), rows)](
         inner, ids, weights, share, out if residual is None else residual, out, hidden,
         *planes(down), *planes(s_down), USED=used, SHARED=shared is not None, COLUMNS=width, TYPE=down.type,
-        S_TYPE=s_down.type, ADD=residual is not None, WARPS=config.down_warps, num_warps=config.down_warps,
-        num_stages=1,
+        S_TYPE=s_down.type, ADD=residual is not None, WARPS=config.down_warps,
+        num_warps=config.down_warps, num_stages=1, **config.limit, **early,
     )  # fmt: skip
     return out
 
 
 # ---- grouped by expert -------------------------------------------------------------------------------------------
+#
+# The pairs of expert e are order[starts[e] : starts[e + 1]]; programs of an expert without pairs end at once. `inner`
+# holds the pairs in the order of `order` and, behind them, the rows that pass the shared expert, whose programs begin
+# first where it takes part, since they have most to do.
 
 
 @triton.jit
-def _up_groups_kernel(
-    h, order, starts, inner, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, USED: tl.constexpr,
-    NT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
+def _gated_group(
+    h, order, inner, begin, end, base, at, width,
+    codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, USED: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """inner [pairs, width] in the order of `order`, for the pairs of one expert."""
-    expert = tl.program_id(1)
-    begin = tl.load(starts + expert)
-    end = tl.load(starts + expert + 1)
-    at = tl.program_id(0) * 16
+    """inner[begin:end] for 16 outputs of the expert whose rows begin at `base`. USED 0: every row is a pair."""
     g, t, warp = threads(WARPS)
-    row = expert.to(tl.int64) * width + tl.minimum(at + g, width - 1)
-    row2 = expert.to(tl.int64) * width + tl.minimum(at + g + 8, width - 1)
+    row = base + tl.minimum(at + g, width - 1).to(tl.int64)
+    row2 = base + tl.minimum(at + g + 8, width - 1).to(tl.int64)
+    is_up = warp % 2 == 1
+    codes = tl.where(is_up, up_codes, codes)
+    high = tl.where(is_up, up_high, high)
+    scales = tl.where(is_up, up_scales, scales)
+    supers = tl.where(is_up, up_supers, supers)
     for m_first in range(begin, end, 8 * NT):
-        m = m_first + 8 * tl.arange(0, NT)[:, None] + g
-        pair = load_one(order + tl.minimum(m, end - 1))
-        address = (h + (pair // USED).to(tl.int64) * COLUMNS + 4 * t).to(tl.int64)
-        is_up = warp % 2 == 1
-        acc = tile_products(
-            address, tl.where(is_up, up_codes, codes), tl.where(is_up, up_high, high),
-            tl.where(is_up, up_scales, scales), tl.where(is_up, up_supers, supers), row, row2, warp // 2,
-            COLUMNS, TYPE, WARPS // 2, AHEAD, False,
+        m = tl.minimum(m_first + 8 * tl.arange(0, NT)[:, None] + g, end - 1)
+        source = load_one(order + m) // USED if USED > 0 else m - begin
+        address = (h + source.to(tl.int64) * COLUMNS + 4 * t).to(tl.int64)
+        acc, _acc2 = tile_products(
+            address, codes, high, scales, supers, row, row2, row, row2, warp // 2,
+            COLUMNS, TYPE, WARPS // 2, 1, False, False,
         )  # fmt: skip
-        acc = gated_over_warps(acc, NT, WARPS)
-        store_tile(inner, inner, acc, m_first, end, at, width, NT, False)
+        store_tile(inner, inner, gated_over_warps(acc, NT, WARPS), m_first, end, at, width, NT, False)
+
+
+@triton.jit(do_not_specialize=["rows", "pairs"])
+def _up_groups_kernel(
+    h, order, starts, inner, rows, pairs, width,
+    codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
+    s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales, s_up_supers,
+    USED: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
+    NT: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """silu(gate h) · (up h) of the pairs of one expert, for 16 outputs."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.program_id(1) - SHARED
+    at = tl.program_id(0) * 16
+    if expert >= 0:
+        begin, end = tl.load(starts + expert), tl.load(starts + expert + 1)
+        _gated_group(
+            h, order, inner, begin, end, expert.to(tl.int64) * width, at, width,
+            codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
+            COLUMNS, TYPE, USED, NT, WARPS,
+        )  # fmt: skip
+    elif SHARED:
+        _gated_group(
+            h, order, inner, pairs, pairs + rows, 0, at, width,
+            s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales, s_up_supers,
+            COLUMNS, S_TYPE, 0, NT, WARPS,
+        )  # fmt: skip
 
 
 @triton.jit
-def _down_groups_kernel(
-    inner, order, starts, weights, shares, width, codes, high, scales, supers,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr,
+def _down_group(
+    inner, order, weights, shares, begin, end, base, at, width, codes, high, scales, supers,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, WEIGHTED: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """shares [pairs, width] by pair: weight · (down inner), for the pairs of one expert."""
-    expert = tl.program_id(1)
-    begin = tl.load(starts + expert)
-    end = tl.load(starts + expert + 1)
-    at = tl.program_id(0) * 16
+    """down inner[begin:end] of the expert whose rows begin at `base`; WEIGHTED: times the pair's weight, and to its
+    own place in `shares`."""
     g, t, warp = threads(WARPS)
-    row = expert.to(tl.int64) * width + tl.minimum(at + g, width - 1)
-    row2 = expert.to(tl.int64) * width + tl.minimum(at + g + 8, width - 1)
+    row = base + tl.minimum(at + g, width - 1).to(tl.int64)
+    row2 = base + tl.minimum(at + g + 8, width - 1).to(tl.int64)
     for m_first in range(begin, end, 8 * NT):
         m = m_first + 8 * tl.arange(0, NT)[:, None] + g
         address = (inner + tl.minimum(m, end - 1).to(tl.int64) * COLUMNS + 4 * t).to(tl.int64)
-        acc = tile_products(
-            address, codes, high, scales, supers, row, row2, warp, COLUMNS, TYPE, WARPS, False, False
+        acc, _acc2 = tile_products(
+            address, codes, high, scales, supers, row, row2, row, row2, warp, COLUMNS, TYPE, WARPS, 1, False, False
         )  # fmt: skip
-        c0, c1, c2, c3 = over_warps(acc, NT, WARPS)
-        lane = tl.arange(0, 32)[None, :]
-        to = m_first + 8 * tl.arange(0, NT)[:, None] + lane % 4 * 2
-        _store_share(shares, order, weights, c0, c2, to, end, at + lane // 4, width)
-        _store_share(shares, order, weights, c1, c3, to + 1, end, at + lane // 4, width)
+        acc = over_warps(acc, NT, WARPS)
+        if WEIGHTED:
+            c0, c1, c2, c3 = acc
+            lane = tl.arange(0, 32)[None, :]
+            to = m_first + 8 * tl.arange(0, NT)[:, None] + lane % 4 * 2
+            _store_share(shares, order, weights, c0, c2, to, end, at + lane // 4, width)
+            _store_share(shares, order, weights, c1, c3, to + 1, end, at + lane // 4, width)
+        else:
+            store_tile(shares, shares, acc, m_first, end, at, width, NT, False)
 
 
 @triton.jit
@@ -234,22 +316,57 @@ def _store_share(shares, order, weights, value, value2, m, end, n, width):
     tl.store(p + 8, value2 * weight, (m < end) & (n + 8 < width))
 
 
+@triton.jit(do_not_specialize=["rows", "pairs"])
+def _down_groups_kernel(
+    inner, order, starts, weights, shares, rows, pairs, width,
+    codes, high, scales, supers, s_codes, s_high, s_scales, s_supers,
+    SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
+    NT: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """shares: weight · (down inner) by pair, and behind the pairs what the shared expert gives, by row."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.program_id(1) - SHARED
+    at = tl.program_id(0) * 16
+    if expert >= 0:
+        begin, end = tl.load(starts + expert), tl.load(starts + expert + 1)
+        _down_group(
+            inner, order, weights, shares, begin, end, expert.to(tl.int64) * width, at, width,
+            codes, high, scales, supers, COLUMNS, TYPE, True, NT, WARPS,
+        )  # fmt: skip
+    elif SHARED:
+        _down_group(
+            inner, order, weights, shares, pairs, pairs + rows, 0, at, width,
+            s_codes, s_high, s_scales, s_supers, COLUMNS, S_TYPE, False, NT, WARPS,
+        )  # fmt: skip
+
+
 def grouped_shares(
     h: Tensor, order: Tensor, starts: Tensor, weights: Tensor, gate: Packed, up: Packed, down: Packed, width: int,
-    eights: int, config: UnitsConfig = GROUPS,
+    shared: tuple[Packed, Packed, Packed] | None, eights: int, config: UnitsConfig,
 ) -> Tensor:  # fmt: skip
-    """weight · expert(h) for every pair: float32 [pairs, hidden]."""
-    hidden, pairs, experts = h.shape[1], order.shape[0], starts.shape[0] - 1
-    inner = torch.empty(pairs, width, dtype=h.dtype, device=h.device)
-    shares = torch.empty(pairs, hidden, dtype=torch.float32, device=h.device)
-    used = weights.shape[1]
-    _up_groups_kernel[(triton.cdiv(width, 16), experts)](
-        h, order, starts, inner, width, *planes(gate), *planes(up), COLUMNS=hidden, TYPE=gate.type, USED=used,
-        NT=eights, WARPS=config.up_warps, AHEAD=config.ahead, num_warps=config.up_warps, num_stages=1,
+    """weight · expert(h) for every pair, then shared(h) for every row if it is given: float32 [pairs (+ rows), hidden].
+
+    An expert's weights are read for 8 · `eights` pairs at a time.
+    """
+    rows, hidden = h.shape
+    pairs, experts = order.shape[0], starts.shape[0] - 1
+    s_gate, s_up, s_down = shared or (gate, up, down)
+    extra = shared is not None
+    inner = torch.empty(pairs + rows * extra, width, dtype=h.dtype, device=h.device)
+    shares = torch.empty(pairs + rows * extra, hidden, dtype=torch.float32, device=h.device)
+    common = {"SHARED": extra, "NT": eights, "num_stages": 1, **starting_early(h.device)}
+    _up_groups_kernel[(triton.cdiv(width, 16), experts + extra)](
+        h, order, starts, inner, rows, pairs, width,
+        *planes(gate), *planes(up), *planes(s_gate), *planes(s_up),
+        USED=weights.shape[1], COLUMNS=hidden, TYPE=gate.type, S_TYPE=s_gate.type, WARPS=config.up_warps,
+        num_warps=config.up_warps, **common,
     )  # fmt: skip
-    _down_groups_kernel[(triton.cdiv(hidden, 16), experts)](
-        inner, order, starts, weights, shares, hidden, *planes(down), COLUMNS=width, TYPE=down.type,
-        NT=eights, WARPS=config.down_warps, num_warps=config.down_warps, num_stages=1,
+    _down_groups_kernel[(triton.cdiv(hidden, 16), experts + extra)](
+        inner, order, starts, weights, shares, rows, pairs, hidden, *planes(down), *planes(s_down),
+        COLUMNS=width, TYPE=down.type, S_TYPE=s_down.type, WARPS=config.down_warps,
+        num_warps=config.down_warps, **common,
     )  # fmt: skip
     return shares
 

@@ -14,8 +14,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rekindle.kernels import matmul
+from rekindle.kernels.device import starting_early
+from rekindle.kernels.matmul.mma import ask_for
 from rekindle.kernels.matmul.tiles import block_numbers, dot_blocks, dot_pair, load_weights
 from rekindle.kernels.matmul.triton import all_arrived, by_units, counters, expand, planes_of, row_slab, scratch
 from rekindle.kernels.matmul.types import Packed
@@ -27,9 +30,10 @@ Three = tuple[Packed, Packed, Packed]
 
 FEW_ROWS = 4  # up to here every pair reads its own weights
 UNITS_PAIR_ROWS = 16  # the same, where `nvidia` does it
+BESIDE_ROWS = 64  # up to here the shared expert runs in the launches of the others
 UNITS_ROWS = 256  # up to here the groups take the way of `nvidia`
 MANY_ROWS = 1024  # from here on experts are expanded
-ROUTED_ROWS = 16  # up to here the router is part of the choosing launch
+ROUTED_ROWS = 64  # up to here the router is a launch of ours
 SCRATCH = 1 << 28  # weights expanded at a time
 
 
@@ -101,63 +105,82 @@ def _choose(logits, ids, weights, experts, least, USED: tl.constexpr, E: tl.cons
     tl.store(weights + place, chance / total, place < USED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _route_kernel(
-    h, router, logits, ids, weights, arrived, experts, hidden, least,
-    USED: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, PLACES: tl.constexpr,
+    h, router, logits, ids, weights, arrived, rows, experts, hidden, least,
+    USED: tl.constexpr, E: tl.constexpr, PLACES: tl.constexpr,
+    BE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BE logits of one row; the last program of the row chooses."""
-    row = tl.program_id(1)
+    """BE logits of BM rows, in float32; of a single row the last program chooses."""
+    if EARLY:
+        gdc_launch_dependents()
     e = tl.program_id(0) * BE + tl.arange(0, BE)
-    acc = tl.zeros([BE, BK], tl.float32)
-    for start in range(0, hidden, BK):
-        k = start + tl.arange(0, BK)
-        x = tl.load(h + row * hidden + k, k < hidden, other=0.0).to(tl.float32)
-        w = tl.load(
-            router + e[:, None] * hidden + k[None, :], (e < experts)[:, None] & (k < hidden)[None, :], other=0.0
-        )
-        acc += w.to(tl.float32) * x[None, :]
-    tl.store(logits + row * experts + e, tl.sum(acc, 1), e < experts)
-    if all_arrived(arrived + row, tl.num_programs(0)):
-        _choose(logits + row * experts, ids + row * USED, weights + row * USED, experts, least, USED, E, PLACES)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    p_w = router + tl.minimum(e, experts - 1)[:, None, None] * hidden
+    p_x = h + tl.minimum(m, rows - 1)[None, :, None] * hidden
+    acc = tl.zeros([BE, BM, BK], tl.float32)
+    if EARLY:
+        first = tl.arange(0, BK // 32)[None, None, :] * 32  # 128 bytes apart
+        ask_for(p_w + first, (first < hidden).to(tl.int32))
+        gdc_wait()
+    for start in tl.range(0, hidden, BK, num_stages=1 if BM == 1 else 3):
+        k = start + tl.arange(0, BK)[None, None, :]
+        w = tl.load(p_w + k, k < hidden, other=0.0).to(tl.float32)
+        x = tl.load(p_x + k, k < hidden, other=0.0).to(tl.float32)
+        acc += w * x
+    to = logits + m[None, :] * experts + e[:, None]
+    tl.store(to, tl.sum(acc, 2), (e < experts)[:, None] & (m < rows)[None, :])
+    if BM == 1:  # noqa: SIM102 (known when it is compiled, the other is not)
+        if all_arrived(arrived, tl.num_programs(0)):
+            _choose(logits, ids, weights, experts, least, USED, E, PLACES)
 
 
 @triton.jit
-def _choose_kernel(logits, ids, weights, experts, least, USED: tl.constexpr, E: tl.constexpr, PLACES: tl.constexpr):
+def _choose_kernel(
+    logits, ids, weights, experts, least, USED: tl.constexpr, E: tl.constexpr, PLACES: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     _choose(logits + row * experts, ids + row * USED, weights + row * USED, experts, least, USED, E, PLACES)
 
 
 class RouteConfig(NamedTuple):
-    """Experts and columns of a program's tile, and its warps."""
+    """Experts, rows and columns of a program's tile, and its warps. With one row the choosing is part of the launch."""
 
     experts: int
+    rows: int
     columns: int
     warps: int
 
 
-ROUTE = RouteConfig(1, 2048, 2)
+def route_config(rows: int) -> RouteConfig:
+    if rows == 1:
+        return RouteConfig(1, 1, 2048, 4)
+    return RouteConfig(2, 16, 256, 4) if rows > 8 else RouteConfig(2, 4, 256, 2)
 
 
-def route(h: Tensor, router: Tensor, used: int, config: RouteConfig = ROUTE) -> tuple[Tensor, Tensor]:
+def route(h: Tensor, router: Tensor, used: int, config: RouteConfig | None = None) -> tuple[Tensor, Tensor]:
     """Ids int32 and weights float32 [rows, used] of the chosen experts."""
     rows, hidden = h.shape
     experts = router.shape[0]
+    config = config or route_config(rows)
     ids = torch.empty(rows, used, dtype=torch.int32, device=h.device)
     weights = torch.empty(rows, used, dtype=torch.float32, device=h.device)
-    width, places = triton.next_power_of_2(experts), triton.next_power_of_2(used)
+    choice = {"USED": used, "E": triton.next_power_of_2(experts), "PLACES": triton.next_power_of_2(used)}
+    early = starting_early(h.device)
     if rows > ROUTED_ROWS:
         logits = h.float() @ router.float().T
-        _choose_kernel[(rows,)](
-            logits, ids, weights, experts, LEAST_SUM, USED=used, E=width, PLACES=places, num_warps=1
+    else:
+        logits = torch.empty(rows, experts, dtype=torch.float32, device=h.device)
+        _route_kernel[(triton.cdiv(experts, config.experts), triton.cdiv(rows, config.rows))](
+            h.contiguous(), router, logits, ids, weights, counters(h.device), rows, experts, hidden, LEAST_SUM,
+            BE=config.experts, BM=config.rows, BK=min(config.columns, triton.next_power_of_2(hidden)),
+            num_warps=config.warps, **choice, **early,
         )  # fmt: skip
-        return ids, weights
-    logits = torch.empty(rows, experts, dtype=torch.float32, device=h.device)
-    _route_kernel[(triton.cdiv(experts, config.experts), rows)](
-        h.contiguous(), router, logits, ids, weights, counters(h.device), experts, hidden, LEAST_SUM,
-        USED=used, E=width, BE=config.experts, BK=min(config.columns, triton.next_power_of_2(hidden)), PLACES=places,
-        num_warps=config.warps,
-    )  # fmt: skip
+    if rows > 1:
+        _choose_kernel[(rows,)](logits, ids, weights, experts, LEAST_SUM, num_warps=1, **choice, **early)
     return ids, weights
 
 
@@ -196,9 +219,12 @@ def _up_pairs_kernel(
     codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
     s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales, s_up_supers,
     USED: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
-    BN: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr,
+    BN: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """inner[row, place, :] for a chosen expert; place USED is the shared expert, which also leaves its share."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(2)
     place = tl.program_id(1)
     at = tl.program_id(0) * BN
@@ -235,8 +261,12 @@ def _down_pairs_kernel(
     codes, high, scales, supers, s_codes, s_high, s_scales, s_supers,
     USED: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
     BN: tl.constexpr, BB: tl.constexpr, SB: tl.constexpr, MASKED: tl.constexpr, ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """BN outputs of one row: the chosen experts' blocks behind one another are one long sum, then the shared one's."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     o_n = tl.minimum(n, rows - 1)
@@ -287,7 +317,7 @@ def by_pair(
     _up_pairs_kernel[(triton.cdiv(width, half), places, rows)](
         h.contiguous(), ids, inner, share, scale, width, 0, *planes_of(gate), *planes_of(up), *planes_of(s_gate),
         *planes_of(s_up), USED=used, SHARED=shared is not None, COLUMNS=hidden, TYPE=gate.type, S_TYPE=s_gate.type,
-        BN=half, BB=blocks, MASKED=hidden % (32 * blocks) != 0, num_warps=up_warps,
+        BN=half, BB=blocks, MASKED=hidden % (32 * blocks) != 0, num_warps=up_warps, **starting_early(h.device),
     )  # fmt: skip
     out = torch.empty(rows, hidden, dtype=h.dtype if residual is None else residual.dtype, device=h.device)
     blocks = 32 * down_warps
@@ -296,7 +326,7 @@ def by_pair(
         *planes_of(down), *planes_of(s_down),
         USED=used, SHARED=shared is not None, COLUMNS=width, TYPE=down.type, S_TYPE=s_down.type, BN=down_tile.rows,
         BB=blocks, SB=min(blocks, triton.next_power_of_2(width // 32)), MASKED=used * width % (32 * blocks) != 0,
-        ADD=residual is not None, num_warps=down_warps,
+        ADD=residual is not None, num_warps=down_warps, **starting_early(h.device),
     )  # fmt: skip
     return out
 
@@ -309,9 +339,12 @@ def _warps(tile: PairConfig, columns: int) -> int:
 # ---- grouped by expert -------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _group_kernel(ids, order, starts, pairs, B: tl.constexpr):
+@triton.jit(do_not_specialize=["pairs"])
+def _group_kernel(ids, order, starts, pairs, B: tl.constexpr, EARLY: tl.constexpr):
     """Pairs of one expert, in their order, behind those of lower experts; starts[e] is where they begin."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     e = tl.program_id(0)
     start = tl.zeros([], tl.int32)
     for at in range(0, pairs, B):
@@ -331,8 +364,8 @@ def group(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     pairs = ids.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
-    block = min(1024, triton.next_power_of_2(pairs))
-    _group_kernel[(experts + 1,)](ids, order, starts, pairs, B=block, num_warps=4)
+    block = 256 if pairs <= 256 else 1024
+    _group_kernel[(experts + 1,)](ids, order, starts, pairs, B=block, num_warps=4, **starting_early(ids.device))
     return order, starts
 
 
@@ -363,12 +396,16 @@ def _grouped_kernel(
     codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, PAIRED: tl.constexpr, USED: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """All pairs of one expert for BN outputs.
 
     PAIRED: x is by row, out [pairs, width] in the order of `order` gets silu(gate x) · (up x).
     Otherwise x is in the order of `order`, and out [pairs, width] by pair gets weight · (down x).
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     DTYPE: tl.constexpr = x.dtype.element_ty
     expert = tl.program_id(1)
     begin = tl.load(starts + first + expert)
@@ -406,9 +443,12 @@ def _grouped_kernel(
 @triton.jit
 def _combine_kernel(
     shares, h, scale, shared, residual, out, hidden,
-    USED: tl.constexpr, SHARED: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr,
+    USED: tl.constexpr, SHARED: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[row] = Σ over places of shares[row, place], plus the shared expert by its share, plus residual."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * B + tl.arange(0, B)
     mask = n < hidden
@@ -444,44 +484,62 @@ def by_group(
     inner = torch.empty(pairs, gate.rows, dtype=h.dtype, device=h.device)
     shares = torch.empty(pairs, hidden, dtype=torch.float32, device=h.device)
     tile = up_tile or up_config(density, expanding)
-    _grouped(h, order, starts, weights, inner, [gate, up], used, tile, expanding)
+    run_grouped(h, order, starts, weights, inner, [gate, up], used, tile, expanding)
     tile = down_tile or down_config(density, expanding)
-    _grouped(inner, order, starts, weights, shares, [down], used, tile, expanding)
+    run_grouped(inner, order, starts, weights, shares, [down], used, tile, expanding)
     return _combined(h, shares, used, shared, residual)
 
 
 def by_units_group(
     h: Tensor, ids: Tensor, weights: Tensor, gate: ExpertStack, up: ExpertStack, down: ExpertStack,
-    shared: SharedExpert | None, residual: Tensor | None, config: nvidia.UnitsConfig = nvidia.GROUPS,
+    shared: SharedExpert | None, residual: Tensor | None,
+    eights: int | None = None, config: nvidia.UnitsConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """The same through `nvidia`, for rows few enough that an expert has a handful of pairs."""
     h = h.contiguous()
-    density = triton.cdiv(2 * ids.numel(), gate.experts)
-    eights = min(2, triton.next_power_of_2(triton.cdiv(density, 8)))
+    rows, used = ids.shape
+    if eights is None:
+        density = triton.cdiv(2 * ids.numel(), gate.experts)
+        eights = min(2, triton.next_power_of_2(triton.cdiv(density, 8)))
     order, starts = group(ids, gate.experts)
+    beside = _beside(h, shared, gate.rows) if rows <= BESIDE_ROWS else None
     shares = nvidia.grouped_shares(
-        h, order, starts, weights, gate.planes, up.planes, down.planes, gate.rows, eights, config
+        h, order, starts, weights, gate.planes, up.planes, down.planes, gate.rows, beside, eights,
+        config or nvidia.EIGHTS,
     )  # fmt: skip
-    return _combined(h, shares, ids.shape[1], shared, residual)
+    extra = shares[ids.numel() :] if beside is not None else None
+    return _combined(h, shares, used, shared, residual, extra)
+
+
+def _beside(h: Tensor, shared: SharedExpert | None, width: int) -> Three | None:
+    """The shared expert's planes, where it can run in the launches of the others."""
+    if shared is None:
+        return None
+    packed = shared.gate.packed, shared.up.packed, shared.down.packed
+    return packed if _fits_pairs(packed, width) and by_units(h, *packed) else None
 
 
 def _combined(
-    h: Tensor, shares: Tensor, used: int, shared: SharedExpert | None, residual: Tensor | None
+    h: Tensor, shares: Tensor, used: int, shared: SharedExpert | None, residual: Tensor | None,
+    extra: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The pairs' shares [pairs, hidden] added up by row, with the shared expert and the residual."""
+    """The pairs' shares [pairs, hidden] added up by row, with the shared expert and the residual. `extra`: what the
+    shared expert gives, if it is known."""
     rows, hidden = h.shape
-    extra = None if shared is None else matmul.multiply(matmul.swiglu(h, shared.gate, shared.up), shared.down)
+    if shared is not None and extra is None:
+        extra = matmul.multiply(matmul.swiglu(h, shared.gate, shared.up), shared.down)
     out = torch.empty(rows, hidden, dtype=h.dtype if residual is None else residual.dtype, device=h.device)
     block = min(512, triton.next_power_of_2(hidden))
     _combine_kernel[(rows, triton.cdiv(hidden, block))](
         shares, h, h if shared is None else shared.scale, h if extra is None else extra,
         out if residual is None else residual, out, hidden,
         USED=used, SHARED=shared is not None, ADD=residual is not None, B=block, num_warps=4,
+        **starting_early(h.device),
     )  # fmt: skip
     return out
 
 
-def _grouped(
+def run_grouped(
     x: Tensor, order: Tensor, starts: Tensor, weights: Tensor, out: Tensor, stacks: list[ExpertStack],
     used: int, tile: GroupConfig, expanding: bool,
 ) -> None:  # fmt: skip
@@ -501,7 +559,7 @@ def _grouped(
             x, order, starts, weights, out, first, stack.rows, 0, *planes_of(parts[0]), *planes_of(parts[-1]),
             COLUMNS=stack.columns, TYPE=types[0], UP_TYPE=types[-1], PAIRED=len(stacks) == 2, USED=used,
             BN=tile.out, BM=tile.pairs, BB=tile.blocks, MASKED=stack.columns % (32 * tile.blocks) != 0,
-            EXACT=x.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages,
+            EXACT=x.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages, **starting_early(x.device),
         )  # fmt: skip
 
 

@@ -7,6 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 
-def fetch_pages(to: Tensor, pages: Sequence[Tensor]) -> None:
-    for i, page in enumerate(pages):
-        to[i].copy_(page, non_blocking=True)
+def fetch_pages(to: Tensor, pages: Sequence[Tensor], places: Tensor) -> None:
+    for place, page in zip(places.tolist(), pages, strict=True):
+        to[place].copy_(page, non_blocking=True)

@@ -6,7 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rekindle.kernels.device import starting_early
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import PAGE
 
@@ -62,23 +64,28 @@ def _launch(
     per_row = heads + kv_heads * (1 if ragged is None else 2)
     _turn_kernel[(rows, per_row)](
         q, k, v, q_weight, k_weight, row_positions, frequencies, q_out, k_out,
+        row_positions if ragged is None else ragged.row_places,
         row_positions if ragged is None else ragged.row_segments,
         row_positions if ragged is None else ragged.tables,
         0 if ragged is None else ragged.tables.stride(0),
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, STORED=ragged is not None, PAGE=PAGE,
         BLOCK_HALF=triton.next_power_of_2(half), BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)),
-        BLOCK_DIM=triton.next_power_of_2(dim), num_warps=1,
+        BLOCK_DIM=triton.next_power_of_2(dim), num_warps=1, **starting_early(q.device),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_row"])
 def _turn_kernel(
-    q, k, v, q_weight, k_weight, row_positions, frequencies, q_out, k_out, row_segments, tables, table_row,
+    q, k, v, q_weight, k_weight, row_positions, frequencies, q_out, k_out, row_places, row_segments, tables, table_row,
     q_row, q_head, k_row, k_head, v_row, v_head, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, STORED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(row_positions + row)
@@ -91,8 +98,9 @@ def _turn_kernel(
         head -= HEADS
         k_to = k_out + (row * KV_HEADS + head) * DIM
         if STORED:
-            page = tl.load(tables + tl.load(row_segments + row) * table_row + position // PAGE).to(tl.int64)
-            k_to = k_out + ((page * 2 * PAGE + position % PAGE) * KV_HEADS + head % KV_HEADS) * DIM
+            place = tl.load(row_places + row)
+            page = tl.load(tables + tl.load(row_segments + row) * table_row + place // PAGE).to(tl.int64)
+            k_to = k_out + ((page * 2 * PAGE + place % PAGE) * KV_HEADS + head % KV_HEADS) * DIM
         if head < KV_HEADS:
             _turn_head(
                 k + row * k_row + head * k_head, k_weight, k_to, frequencies, position, eps,

@@ -1,0 +1,118 @@
+"""Recorded steps against the same steps unrecorded: PYTHONPATH=src python3 scripts/gpu/check_graphs.py
+
+A tiny random model. Decode alone and beside others, sparse decode over page edges, blocks to verify with every way
+back; bf16 and q8 KV. The last line says how many of the checks failed; exit code 1 if any did. With --device cpu the
+steps are run again instead of replayed, which tries this script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rekindle.batch import Batch, Segment, Wanted
+from rekindle.bench.synth import write_synthetic
+from rekindle.models import load_span
+from rekindle.models.model import ModelSpan
+from rekindle.stages import LocalStage
+from rekindle.weights import open_weights
+
+NEAR = 0.05  # of the largest logit: other splits and row counts round differently
+TOKENS = np.random.default_rng(3).integers(0, 500, 4096).tolist()
+
+
+def again(step: Callable[[], None]) -> Callable[[], None]:
+    step()
+    return step
+
+
+class Pair:
+    """A stage that records and one that does not, fed alike; says how far apart their logits come."""
+
+    def __init__(self, model: ModelSpan, kv_type: str, **options: object) -> None:
+        cpu = model.device.type == "cpu"
+        made = {"slots": 4, "pages": 64, "kv_type": kv_type, "record": again if cpu else None, **options}
+        self.recorded, self.plain = LocalStage(model, **made), LocalStage(model, **made)  # type: ignore[arg-type]
+        self.plain._steps = None
+        self.worst = 0.0
+
+    def run(self, *segments: Segment, rewindable: bool = False) -> None:
+        batch = Batch(segments, rewindable)
+        a, b = (stage.forward(batch, None).logits for stage in (self.recorded, self.plain))
+        if a is not None and b is not None:
+            off = (a.float() - b.float()).abs().max() / b.float().abs().max()
+            self.worst = max(self.worst, float(off)) if off.isfinite() else float("inf")
+
+    def prefill(self, slot: int, length: int) -> None:
+        for at in range(0, length, 256):
+            self.run(Segment(slot, at, tuple(TOKENS[at : min(at + 256, length)]), Wanted.LAST))
+
+    def decode(self, *at: tuple[int, int]) -> None:
+        self.run(*(Segment(slot, position, (TOKENS[position],), Wanted.LAST) for slot, position in at))
+
+    def verify(self, slot: int, position: int, rows: int, keep: int) -> None:
+        self.run(Segment(slot, position, tuple(TOKENS[position : position + rows]), Wanted.ALL), rewindable=True)
+        for stage in (self.recorded, self.plain):
+            stage.rewind(slot, position + keep)
+
+
+def alone(pair: Pair) -> None:
+    pair.prefill(1, 120)
+    for at in range(120, 200):
+        pair.decode((1, at))
+
+
+def beside(pair: Pair) -> None:
+    for slot, length in enumerate((70, 1100, 5)):
+        pair.prefill(slot, length)
+    for step in range(10):
+        pair.decode(*((slot, length + step) for slot, length in enumerate((70, 1100, 5))))
+
+
+def blocks(pair: Pair) -> None:
+    at = 55
+    pair.prefill(2, at)
+    for rows in range(1, 25):
+        for keep in {0, rows // 2, rows}:
+            pair.verify(2, at, rows, keep)
+            at += keep
+        pair.decode((2, at))
+        at += 1
+
+
+def edges(pair: Pair) -> None:
+    pair.prefill(0, 1500)
+    for at in range(1500, 1640):
+        pair.decode((0, at))
+    for at in range(1640, 1800, 10):
+        pair.verify(0, at, 16, 10)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda")
+    device = torch.device(parser.parse_args().device)
+    with tempfile.TemporaryDirectory() as folder:
+        file = open_weights(write_synthetic(Path(folder) / "tiny.gguf", "tiny"))
+        model = load_span(file, file.spec.whole, device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    sparse = {"pages": 12, "host_pages": 60, "kv_mode": "sparse", "rewind_rows": 16}
+    failed = 0
+    for kv_type in ("f32" if device.type == "cpu" else "bf16", "q8"):
+        for work, options in ((alone, {}), (beside, {}), (blocks, {}), (edges, sparse)):
+            pair = Pair(model, kv_type, **options)
+            work(pair)
+            good = pair.worst <= NEAR
+            failed += not good
+            print(f"{'ok ' if good else 'BAD'} {work.__name__:7} {kv_type:4} off by {pair.worst:.4f}", flush=True)
+    print(f"{failed} failed")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The CPU's part in a step through the ring: while some missing experts come over the link, a crew computes others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rekindle.errors import CrewLost
+from rekindle.experts.memory import HostMemory
+from rekindle.kernels.moe.crew import Crew, Mailbox, start_crew
+
+
+class Helper:
+    """A crew and its mailbox, shared by all layers of a stage: they run one after another."""
+
+    def __init__(self, crew: Crew, memory: HostMemory, device: torch.device) -> None:
+        self.crew = crew
+        self._memory = memory  # of the mailbox: the device may write there as long as this lives
+        self.lost = crew.box.lost.numpy()  # looked at between forwards; as a tensor that would take a microsecond
+        self.number = torch.zeros(1, dtype=torch.int32, device=device)  # of the last request
+        self.count = torch.zeros(1, dtype=torch.int32, device=device)  # pairs of the last step that the CPU took
+        self.gone = torch.zeros(1, dtype=torch.int32, device=device)  # as `lost`, for the device: it waits only once
+
+    @classmethod
+    def start(
+        cls, rows: int, pairs: int, hidden: int, width: int, device: torch.device, threads: int | None = None
+    ) -> Helper | None:
+        memory = HostMemory(Mailbox.nbytes(rows, pairs, hidden), device)
+        crew = start_crew(Mailbox(rows, pairs, hidden, memory.take), width, threads)
+        return None if crew is None else cls(crew, memory, device)
+
+    def continue_from_host(self) -> None:
+        """The host asked by itself; the device counts on from there."""
+        self.number.copy_(self.crew.box.asked)
+
+
+@dataclass(slots=True, eq=False)
+class LayerHelper:
+    """The helper as one layer sees it."""
+
+    helper: Helper
+    layer: Tensor  # the layer's planes in host memory, described to the crew
+    places: Tensor  # expert -> place in them
+    share: int  # of missing experts, in parts of 256, that the CPU takes
+
+    @property
+    def box(self) -> Mailbox:
+        return self.helper.crew.box
+
+    @property
+    def number(self) -> Tensor:
+        return self.helper.number
+
+    @property
+    def count(self) -> Tensor:
+        return self.helper.count
+
+    @property
+    def gone(self) -> Tensor:
+        return self.helper.gone
+
+    def ask(self, h: Tensor, ids: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        """Pairs without a slot go to the CPU; gives the weights for all others."""
+        from rekindle.experts.triton import ask
+
+        return ask(self, h, ids, slots, weights)
+
+    def collect(self, total: Tensor) -> None:
+        """Add what the CPU has computed since."""
+        from rekindle.experts.triton import collect
+
+        collect(self, total)
+
+    def check(self) -> None:
+        """Once lost, they stay lost: not StageLost, after which the engine would try again for ever."""
+        if self.helper.lost[0]:
+            raise CrewLost(
+                "the device asked the CPU for cold experts, whose threads did not answer; restart the server"
+            )

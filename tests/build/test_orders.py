@@ -1,0 +1,52 @@
+"""What the plan decides about a stage is what the stage is loaded with, in this process or in a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rekindle.bench.synth import write_synthetic
+from rekindle.build.shards import StageOrder, arguments, load_stage, stage_orders
+from rekindle.cli import app
+from rekindle.placement import Device, Machine, Wishes, make_plan, sizes_from_tensors
+from rekindle.weights import WeightFile, open_weights
+
+ROWS = 16
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> WeightFile:
+    return open_weights(write_synthetic(tmp_path_factory.mktemp("orders") / "tiny.gguf", "tiny"))
+
+
+@pytest.fixture
+def orders(file: WeightFile) -> list[StageOrder]:
+    machine = Machine((Device("cpu", "cpu", 8 << 30, host=True),), 8 << 30)
+    sizes = sizes_from_tensors(file.spec, {name: (info.shape, info.nbytes) for name, info in file.tensors.items()})
+    wishes = Wishes(1024, sequences=2, kv_type="f32", rewind_rows=ROWS, compute_bytes=4)
+    return stage_orders(make_plan(machine, file.spec, sizes, wishes), torch.float32)
+
+
+def test_blocks_that_the_plan_makes_room_for_have_it_in_the_stage(file: WeightFile, orders: list[StageOrder]) -> None:
+    assert [order.rewind_rows for order in orders] == [ROWS]
+    stage = load_stage(file, orders[0])
+    assert stage._kept_rows == ROWS
+    assert stage._reader._open_pages == 2  # a block may lie across a page's edge
+
+
+def test_a_shard_is_given_the_very_orders_of_the_plan(
+    file: WeightFile, orders: list[StageOrder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list[StageOrder]()
+
+    def note(_model: Path, orders: Sequence[StageOrder], *_: object) -> None:
+        given.extend(orders)
+
+    monkeypatch.setattr("rekindle.cli.shard.host_shard", note)
+    result = CliRunner().invoke(app, ["shard", "model.gguf", *arguments(orders, "ipc:///nowhere", 1)])
+    assert result.exit_code == 0, result.output
+    assert given == orders

@@ -1,0 +1,105 @@
+"""Where a span may go: there must be room that nobody was promised, and a load that fails is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle.bench.synth import write_synthetic
+from rekindle.build import build_engine, open_model, plan_model, refuge
+from rekindle.build.engine import _sizes
+from rekindle.build.refuge import Refuge, Room
+from rekindle.build.shards import DTYPES, stage_orders
+from rekindle.config import Config, parse_shards
+from rekindle.errors import BadConfig, StageLost
+from rekindle.placement import Device, Machine, Plan, moved_bytes
+from rekindle.placement.reserve import smallest_budget
+
+MIB, GIB = 1 << 20, 1 << 30
+CPU, FAR_GPU = Device("cpu", "cpu", GIB, host=True), Device("cuda:0@far", "cuda", GIB, remote=True)
+BF16 = DTYPES["bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_synthetic(tmp_path_factory.mktemp("refuge") / "tiny-moe.gguf", "tiny-moe")
+
+
+def make_plan(path: Path, *devices: Device, ram: int = 4 * GIB) -> Plan:
+    config = Config(model=path, context=1024, sequences=2, grid=64, dtype="bfloat16", cache_ram=64 * MIB)
+    return plan_model(config, open_model(path), Machine(devices, ram))
+
+
+def make_refuge(path: Path, plan: Plan, room: Room) -> Refuge:
+    model = open_model(path)
+    return Refuge(room, model.file, plan, stage_orders(plan, BF16), _sizes(model, BF16), None)
+
+
+def test_a_cpu_beside_a_gpu_is_planned_with_expanded_weights(path: Path) -> None:
+    mixed = make_plan(path, CPU, FAR_GPU)
+    alone = make_plan(path, CPU, replace(CPU, name="cpu@a"))
+    assert mixed.spans == alone.spans
+    for item in ("mixers", "hot experts"):
+        assert mixed.stages[0].bytes_of(item) == alone.stages[0].bytes_of(item)
+        assert mixed.stages[1].bytes_of(item) < alone.stages[1].bytes_of(item), "the GPU keeps them quantised"
+
+
+def test_a_stage_that_moves_needs_what_it_would_have_been_planned_with_there(path: Path) -> None:
+    sizes = _sizes(open_model(path), BF16)
+    mixed, alone = make_plan(path, CPU, FAR_GPU), make_plan(path, CPU, replace(CPU, name="cpu@a"))
+    for device, stage in ((CPU, alone.stages[1]), (FAR_GPU, mixed.stages[1])):
+        planned = stage.total - stage.bytes_of("margin")
+        assert moved_bytes(mixed, sizes, 1, device) == smallest_budget(planned)
+
+
+def test_ram_that_is_promised_to_snapshots_takes_no_span(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refuge, "available_ram", lambda: 64 * GIB)
+    plan = make_plan(path, CPU, FAR_GPU)
+    tight = make_plan(path, CPU, FAR_GPU, ram=plan.host_total + MIB)
+    with pytest.raises(StageLost, match=r"the shard is gone; no other device can take .*: cpu has 1.*are needed"):
+        make_refuge(path, tight, Room([tight])).take_in(tight.spans[1], StageLost("the shard is gone"))
+
+
+def test_a_span_taken_in_leaves_less_room_to_all_replicas(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refuge, "available_ram", lambda: 64 * GIB)
+    monkeypatch.setattr(refuge, "load_stage", lambda *_, **__: "a stage")
+    plan = make_plan(path, CPU, FAR_GPU)
+    needed = moved_bytes(plan, _sizes(open_model(path), BF16), 1, CPU)
+    room = Room([make_plan(path, CPU, FAR_GPU, ram=plan.host_total + needed)])
+    assert room.of("cpu") == needed
+    assert make_refuge(path, plan, room).take_in(plan.spans[1], StageLost("gone")) == "a stage"
+    with pytest.raises(StageLost, match="cpu has 0"):
+        make_refuge(path, plan, room).take_in(plan.spans[1], StageLost("gone"))
+
+
+def test_a_load_that_fails_is_a_lost_stage_and_its_room_is_free_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(refuge, "available_ram", lambda: 64 * GIB)
+    monkeypatch.setattr(refuge, "load_stage", fail)
+    plan = make_plan(path, CPU, FAR_GPU)
+    room = Room([plan])
+    with pytest.raises(StageLost, match="loading on cpu failed: CUDA out of memory"):
+        make_refuge(path, plan, room).take_in(plan.spans[1], StageLost("gone"))
+    assert room.of("cpu") == plan.host_left
+
+
+def test_sparse_replicas_that_are_not_alike_are_refused_with_both_named(path: Path) -> None:
+    shards = parse_shards(["a=false", "b=false"], [], [])
+    config = Config(
+        model=path,
+        devices=("cpu", "cpu@a", "cpu@b"),
+        shards=shards,
+        replicas=2,
+        kv_mode="sparse",
+        context=1024,
+        ram=GIB,
+    )
+    with pytest.raises(BadConfig, match=r"replica 0 has layers \[0, 8\) with .*, replica 1 has layers \[0, "):
+        build_engine(config)

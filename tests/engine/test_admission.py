@@ -1,0 +1,132 @@
+"""Coming into a slot: what is found late still counts, and what goes wrong there is nobody else's matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from snapshot_lab import Answer, Lab, RecordingCache, random_tokens
+from test_bad_moments import Faulty
+
+from rekindle.engine.engine import Engine, EngineSettings
+from rekindle.engine.types import Failed, FinishReason
+from rekindle.errors import PromptTooLong
+from rekindle.prefix import PrefixCache
+from rekindle.prompt import BoundaryKind, Prompt
+from rekindle.stages import Pipeline, PoolFull
+
+KNOWN = Prompt(random_tokens(150, 1))
+OTHER = Prompt(random_tokens(200, 2))
+
+
+@pytest.fixture(scope="module")
+def lab(make_tiny: Any) -> Lab:
+    return Lab(make_tiny("dense"))
+
+
+def engine_over(stage: Any) -> Engine:
+    return Engine(Pipeline([stage]), PrefixCache(1 << 28), EngineSettings(context=2048, grid=64)).start()
+
+
+def at_tokens(acts: dict[int, Callable[[], object]]) -> Callable[[int], bool]:
+    """A stop predicate that never stops, and acts on the engine's own thread when the n-th token is drawn."""
+    seen: list[int] = []
+
+    def act(token: int) -> bool:
+        seen.append(token)
+        acts.get(len(seen), lambda: None)()
+        return False
+
+    return act
+
+
+def failure_of(answer: Answer) -> Exception:
+    assert answer._done.wait(60), "a request fell silent"
+    last = answer.events[-1]
+    assert isinstance(last, Failed), last
+    return last.error
+
+
+def assert_nothing_is_held(engine: Engine) -> None:
+    assert all(entry.pins == 0 for entry in engine.prefixes.entries())
+    assert engine.status().pages.used == 0
+
+
+def test_a_prefix_published_while_a_request_waits_for_pages_is_restored(lab: Lab) -> None:
+    elsewhere = lab.engine()
+    expected = Answer(elsewhere, KNOWN).tokens
+    elsewhere.stop()
+    assert isinstance(elsewhere.prefixes, RecordingCache)
+    snapshot = next(s for s in elsewhere.prefixes.seen if s.position == 150)
+
+    engine = engine_over(lab.stage(slots=2, pages=4))  # the other prompt holds all four
+    answers: list[Answer] = []
+    looked: list[int] = []
+
+    def publish() -> None:
+        looked.append(engine.prefixes.stats().lookups)
+        engine.prefixes.publish(snapshot, BoundaryKind.END)
+
+    acts = {1: lambda: answers.append(Answer(engine, KNOWN)), 6: publish}
+    assert Answer(engine, OTHER, max_tokens=20, stop_when=at_tokens(acts)).finished
+    assert answers[0].finished.cache.restored == 150
+    assert answers[0].tokens == expected
+    assert looked == [2], "the one that waits has looked before the prefix was there"
+    engine.stop()
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("verb", ["open", "prepare_restore", "commit_restore"])
+def test_a_fault_at_admission_fails_its_own_request_only(lab: Lab, verb: str) -> None:
+    # Opened are: the first and the other; restored is the repeated one.
+    stage = Faulty(lab.stage(), verb, 3 if verb == "open" else 1, MemoryError("no memory for the state"))
+    engine = engine_over(stage)
+    assert Answer(engine, KNOWN).finished
+    failing: list[Answer] = []
+    again = Prompt(random_tokens(90, 3)) if verb == "open" else KNOWN
+    acts = {2: lambda: failing.append(Answer(engine, again))}
+    other = Answer(engine, OTHER, max_tokens=20, stop_when=at_tokens(acts))
+    assert other.finished.completion_tokens == 20
+    assert "no memory for the state" in str(failure_of(failing[0]))
+    assert Answer(engine, again).finished.reason is FinishReason.LENGTH
+    engine.stop()
+    assert_nothing_is_held(engine)
+
+
+def test_a_slot_that_was_half_filled_at_admission_is_emptied(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_over(lab.stage())
+    assert Answer(engine, KNOWN).finished
+
+    def no_room(hit: Any) -> None:
+        raise MemoryError("no memory behind the restore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._auditor, "note", no_room)
+        assert "behind the restore" in str(failure_of(Answer(engine, KNOWN)))
+    assert engine.status().pages.used == 0
+    assert Answer(engine, KNOWN).finished.cache.restored == 150
+    engine.stop()
+    assert_nothing_is_held(engine)
+
+
+def test_a_full_pool_lets_a_restore_wait_while_others_run(lab: Lab) -> None:
+    engine = engine_over(Faulty(lab.stage(), "prepare_restore", 1, PoolFull("all places hold open pages")))
+    assert Answer(engine, KNOWN).finished
+    waiting: list[Answer] = []
+    acts = {2: lambda: waiting.append(Answer(engine, KNOWN))}
+    assert Answer(engine, OTHER, max_tokens=20, stop_when=at_tokens(acts)).finished.completion_tokens == 20
+    assert waiting[0].finished.cache.restored == 150
+    engine.stop()
+    assert_nothing_is_held(engine)
+
+
+def test_a_pool_too_small_for_a_restore_alone_is_said_to_its_request(lab: Lab) -> None:
+    engine = engine_over(Faulty(lab.stage(), "prepare_restore", 1, PoolFull("all places hold open pages")))
+    assert Answer(engine, KNOWN).finished
+    error = failure_of(Answer(engine, KNOWN))
+    assert isinstance(error, PromptTooLong)
+    assert "all places hold open pages" in str(error)
+    assert Answer(engine, KNOWN).finished.cache.restored == 150
+    engine.stop()
+    assert_nothing_is_held(engine)

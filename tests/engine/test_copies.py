@@ -1,0 +1,182 @@
+"""Captures whose copies to host memory come late: nobody reads them before they are complete."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from snapshot_lab import Answer, Lab, random_tokens, wait_until
+
+from rekindle.batch import Batch, Segment, Wanted
+from rekindle.engine.engine import Engine, EngineSettings
+from rekindle.engine.types import Token
+from rekindle.prefix import PrefixCache
+from rekindle.prompt import Prompt
+from rekindle.shards.parts import export_parts
+from rekindle.snapshots.types import KvPart, Part, are_complete
+from rekindle.stages import LocalStage, Pipeline
+
+T = TypeVar("T")
+
+PROMPT = Prompt(random_tokens(150, 1))
+
+
+class Gate:
+    """Copies of one capture. Until the gate opens they hold garbage, then what was captured."""
+
+    def __init__(self, in_time: bool) -> None:
+        self.in_time = in_time  # for whoever waits
+        self.waited = threading.Event()
+        self._opened = threading.Event()
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def late(self, captured: torch.Tensor) -> torch.Tensor:
+        copy = torch.full_like(captured, torch.nan)
+        self._copies.append((copy, captured))
+        return copy
+
+    def open(self) -> None:
+        for copy, captured in self._copies:
+            copy.copy_(captured)
+        self._opened.set()
+
+    @property
+    def done(self) -> bool:
+        return self._opened.is_set()
+
+    def wait(self) -> None:
+        self.waited.set()
+        if self.in_time:
+            self.open()
+        assert self._opened.wait(60), "the gate stayed shut"
+
+
+class LateStage:
+    """A stage whose captures are complete when the test, or in time whoever waits, opens their gates."""
+
+    def __init__(self, stage: LocalStage) -> None:
+        self._stage = stage
+        self.in_time = False
+        self.gates: list[Gate] = []
+        self._all_open = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def capture(self, slot: int) -> list[Part]:
+        gate = Gate(self.in_time)
+        parts = [late_part(part, gate) for part in self._stage.capture(slot)]
+        self.gates.append(gate)
+        if self._all_open:
+            gate.open()
+        return parts
+
+    def open_gates(self) -> None:
+        """Of all captures, also of those to come."""
+        self._all_open = True
+        for gate in tuple(self.gates):
+            gate.open()
+
+
+def late_part(part: Part, gate: Gate) -> Part:
+    if isinstance(part, KvPart):
+        return replace(part, tail=gate.late(part.tail), ready=gate)
+    return replace(part, state=gate.late(part.state), window=gate.late(part.window), ready=gate)
+
+
+@pytest.fixture(scope="module")
+def lab(make_tiny: Any) -> Lab:
+    return Lab(make_tiny("dense"))
+
+
+def engine_over(stage: Any, **settings: Any) -> Engine:
+    return Engine(Pipeline([stage]), PrefixCache(1 << 28), EngineSettings(context=2048, grid=64, **settings)).start()
+
+
+def test_tokens_go_out_while_copies_are_late_and_nothing_is_published_before_they_are_complete(lab: Lab) -> None:
+    stage = LateStage(lab.stage())
+    engine = engine_over(stage)
+    answer = Answer(engine, PROMPT, max_tokens=8)
+    assert answer.finished.completion_tokens == 8
+    assert engine.prefixes.known_length(PROMPT.tokens) == 0
+    stage.open_gates()
+    engine.stop()
+    assert engine.prefixes.known_length(PROMPT.tokens) == 150
+    assert all(are_complete(entry.snapshot.parts) for entry in engine.prefixes.entries() if entry.snapshot)
+
+
+def test_a_prompt_that_comes_while_copies_are_late_waits_for_them_and_computes_nothing_again(lab: Lab) -> None:
+    stage = LateStage(lab.stage())
+    stage.in_time = True
+    engine = engine_over(stage)
+    busy = Answer(engine, Prompt(random_tokens(40, 2)), max_tokens=1500)  # so that the engine is never idle
+    assert Answer(engine, PROMPT).finished.cache.restored == 0
+    assert Answer(engine, PROMPT).finished.cache.restored == 150
+    engine.cancel(busy.id)
+    assert busy.finished
+    engine.stop()
+
+
+def test_a_prompt_waits_for_no_copies_of_unrelated_prompts(lab: Lab) -> None:
+    stage = LateStage(lab.stage())
+    engine = engine_over(stage)
+    busy = Answer(engine, PROMPT, max_tokens=1500)
+    wait_until(lambda: any(isinstance(event, Token) for event in busy.events))  # its prompt is captured
+    assert Answer(engine, Prompt(random_tokens(40, 2))).finished.completion_tokens == 4
+    assert not any(gate.waited.is_set() for gate in stage.gates)
+    stage.open_gates()
+    engine.cancel(busy.id)
+    assert busy.finished
+    engine.stop()
+
+
+@pytest.fixture
+def filled(lab: Lab) -> LateStage:
+    """Slot 0 has seen the prompt."""
+    stage = LateStage(lab.stage())
+    stage.open(0)
+    stage.forward(Batch((Segment(0, 0, PROMPT.tokens, Wanted.NONE),)), None)
+    return stage
+
+
+def once_complete(stage: LateStage, read: Callable[[], T]) -> T:
+    """What a reader reads, who comes while the last capture's copies are late."""
+    (gate,) = stage.gates
+    with ThreadPoolExecutor(1) as readers:
+        reading = readers.submit(read)
+        wait_until(lambda: gate.waited.is_set() or reading.done())
+        gate.open()
+        return reading.result()
+
+
+def test_a_restore_waits_for_the_copies_it_reads(filled: LateStage) -> None:
+    parts = filled.capture(0)
+    once_complete(filled, lambda: filled.restore(1, len(PROMPT.tokens), parts))
+    restored, captured = (export_parts(filled._stage.capture(slot), {}).tensors for slot in (1, 0))
+    assert all(torch.equal(restored[name], captured[name]) for name in captured)
+
+
+def test_a_link_sends_only_complete_copies(filled: LateStage) -> None:
+    parts = filled.capture(0)
+    # As a link does: the bytes are those at the time of sending.
+    sent = once_complete(
+        filled, lambda: {name: tensor.clone() for name, tensor in export_parts(parts, {}).tensors.items()}
+    )
+    captured = export_parts(filled._stage.capture(0), {}).tensors
+    assert all(torch.equal(sent[name], captured[name]) for name in captured)
+
+
+def test_an_audit_waits_for_the_copies_it_compares(lab: Lab) -> None:
+    stage = LateStage(lab.stage())
+    stage.in_time = True
+    engine = engine_over(stage, audit=1)
+    assert Answer(engine, PROMPT).finished
+    assert Answer(engine, PROMPT).finished.cache.restored == 150
+    wait_until(lambda: engine.status().audits == 1)
+    assert engine.status().audit_mismatches == 0
+    engine.stop()

@@ -1,0 +1,257 @@
+"""CPU threads that take a share of a step: through the mailbox, asked by the host and by the kernels themselves."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from rekindle.errors import CrewLost
+from rekindle.experts import SpanExperts, expert_set, routed
+from rekindle.experts import triton as kernels
+from rekindle.experts.cost import CostModel
+from rekindle.experts.counts import LayerCounter, RoutingCounts
+from rekindle.experts.expert_set import ExpertSet, Way
+from rekindle.experts.helper import Helper
+from rekindle.experts.memory import HostMemory
+from rekindle.experts.packed import PackedWeights
+from rekindle.experts.probe import measure_share
+from rekindle.experts.residency import Residency
+from rekindle.experts.stored import StoredExperts, StoredPart
+from rekindle.kernels.matmul.naive import packed_values
+from rekindle.kernels.matmul.packing import FORMATS, pack
+from rekindle.kernels.matmul.types import Matrix
+from rekindle.kernels.moe import ExpertStack, SharedExpert, moe, route
+from rekindle.kernels.moe.crew import describe
+
+CPU = torch.device("cpu")
+EXPERTS, HIDDEN, WIDTH, USED = 6, 512, 256, 2  # whole super-blocks both ways
+SHAPES = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+SLOW_LINK = CostModel(link=1e-9, host_call=0, host_expert=0, host_pair=0, device_pair=0)
+
+
+def random_rows(type: str, rows: int, columns: int, seed: int) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    raw = random.integers(0, 256, (rows * columns // 256, FORMATS[type].nbytes), dtype=np.uint8)
+    for start in [208] if type == "Q6_K" else [0, 2]:
+        raw[:, start : start + 2] = random.uniform(1e-4, 5e-4, len(raw)).astype(np.float16)[:, None].view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+def paper_moe(h: Tensor, ids: Tensor, weights: Tensor, *parts: ExpertStack | SharedExpert) -> Tensor:
+    """The device's part by definition: in the interpreter the real kernels take minutes for whole super-blocks."""
+    dense = [ExpertStack(p.shape, dense=values_of(p)) if isinstance(p, ExpertStack) else p for p in parts]
+    return moe(h, ids, weights, *dense)  # type: ignore[arg-type]
+
+
+def values_of(stack: ExpertStack) -> Tensor:
+    return packed_values(stack.planes).view(stack.shape)
+
+
+class Layer:
+    def __init__(self, types: tuple[str, str, str]) -> None:
+        self.stored = StoredExperts(
+            tuple(  # type: ignore[arg-type]
+                StoredPart(random_rows(type, EXPERTS * rows, columns, i), type, (EXPERTS, rows, columns))
+                for i, (type, (rows, columns)) in enumerate(zip(types, SHAPES, strict=True))
+            )
+        )
+        parts = self.stored.parts
+        self.stacks = [ExpertStack(p.shape, packed=pack(torch.from_numpy(p.raw), p.type, p.shape[2])) for p in parts]
+        self.values = [values_of(stack) for stack in self.stacks]
+        one = (torch.randn(shape) / 16 for shape in SHAPES)
+        gate, up, down = (Matrix(shape, dense=values) for shape, values in zip(SHAPES, one, strict=True))
+        self.shared = SharedExpert(gate, up, down, torch.randn(HIDDEN) / 16)
+        self.router = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(4)) / 16
+
+    def expected(self, h: Tensor) -> Tensor:
+        ids, weights = route(h, self.router, USED)
+        return paper_moe(h, ids, weights, *self.stacks, self.shared)
+
+    def share(self, x: Tensor, expert: int) -> Tensor:
+        gate, up, down = (values[expert] for values in self.values)
+        return down @ (silu(gate @ x) * (up @ x))
+
+    def cold(self, hot: list[int], ring: int) -> tuple[ExpertSet, PackedWeights]:
+        residency = Residency(hot, ring, EXPERTS, CPU)
+        weights = PackedWeights(self.stored, residency, CPU)
+        counter = LayerCounter(RoutingCounts(1, EXPERTS), 0, CPU)
+        return ExpertSet(self.router, USED, weights, residency, self.shared, SLOW_LINK, counter), weights
+
+
+@pytest.fixture(autouse=True)
+def _paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_set, "moe", paper_moe)
+
+
+@pytest.fixture(scope="module")
+def layer() -> Layer:
+    return Layer(("Q4_K", "Q4_K", "Q6_K"))
+
+
+@pytest.fixture(scope="module")
+def helper() -> Helper:
+    made = Helper.start(rows=2, pairs=4, hidden=HIDDEN, width=WIDTH, device=CPU, threads=2)
+    assert made is not None, "there is a C compiler where Triton is"
+    return made
+
+
+def drawn(rows: int, seed: int) -> Tensor:
+    return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def close(have: Tensor, want: Tensor) -> bool:
+    return bool((have - want).norm() < 1e-5 * want.norm())
+
+
+@pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_K", "Q6_K", "Q4_K"), ("Q6_K", "Q4_K", "Q5_K")])
+def test_the_crew_gives_what_the_definition_gives(types: tuple[str, str, str], helper: Helper) -> None:
+    layer = Layer(types)
+    described = describe(layer.stacks)
+    assert described is not None
+    x = drawn(1, 1)[0]
+    for places in ([1], [0, 3, 5], [2, 2, 4, 1]):
+        weights = [0.5 - 0.1 * i for i in range(len(places))]
+        want = sum(w * layer.share(x, place) for w, place in zip(weights, places, strict=True))
+        assert isinstance(want, Tensor)
+        assert close(helper.crew.compute(described, x, places, weights), want)
+    helper.continue_from_host()
+
+
+def test_types_that_the_crew_cannot_read_are_said() -> None:
+    raw = torch.zeros(32, HIDDEN // 32 * 34, dtype=torch.uint8)
+    stack = ExpertStack((1, 32, HIDDEN), packed=pack(raw, "Q8_0", HIDDEN))
+    assert describe([stack, stack, stack]) is None
+
+
+def test_every_request_is_answered_by_itself(layer: Layer, helper: Helper) -> None:
+    """Threads that come late to a request must not touch the next one."""
+    described = describe(layer.stacks)
+    assert described is not None
+    x = drawn(1, 2)[0]
+    alone = [helper.crew.compute(described, x, [place], [1.0]) for place in range(EXPERTS)]
+    for turn in range(200):
+        place = turn * 5 % EXPERTS
+        assert torch.equal(helper.crew.compute(described, x, [place], [1.0]), alone[place])
+    helper.continue_from_host()
+
+
+@pytest.mark.parametrize("share", [0, 128, 256])
+@pytest.mark.parametrize("hot", [[], [1, 4]])
+def test_a_step_shared_with_the_cpu_gives_what_all_hot_gives(
+    layer: Layer, helper: Helper, share: int, hot: list[int]
+) -> None:
+    experts, weights = layer.cold(hot, ring=4)
+    weights.let_help(helper, share)
+    for seed in range(3):
+        h = drawn(2 if seed else 1, seed)
+        assert experts.way(len(h)) is Way.RING
+        assert experts.can_record(len(h))
+        assert close(experts.forward(h), layer.expected(h))
+        experts.settle(len(h))
+        experts.residency.check()
+    if share == 256:
+        assert experts.residency.owner.tolist() == [-1] * 4  # nothing came over the link
+        assert int(helper.number) == int(helper.crew.box.done) > 0
+
+
+def test_an_expert_that_changed_places_is_found_by_the_crew(layer: Layer, helper: Helper) -> None:
+    experts, weights = layer.cold([0, 1], ring=2)
+    weights.let_help(helper, 256)
+    experts.swap(0, 5)
+    experts.swap(1, 3)
+    for seed in range(4):
+        h = drawn(1, seed)
+        assert close(experts.forward(h), layer.expected(h))
+
+
+def test_the_share_is_measured_and_the_device_counts_on(layer: Layer, helper: Helper) -> None:
+    _, weights = layer.cold([0, 1, 2, 3], ring=2)
+    assert measure_share(weights, helper, HIDDEN, CPU) in (0, 128, 256)
+    assert int(helper.number) == int(helper.crew.box.asked)
+
+
+@pytest.mark.parametrize(("share", "ring"), [(128, 4), (0, 4), (128, 1)])
+def test_one_helper_serves_all_layers_of_a_span_or_none_where_it_gains_nothing(
+    layer: Layer, monkeypatch: pytest.MonkeyPatch, share: int, ring: int
+) -> None:
+    asked = []
+    monkeypatch.setattr(routed, "measure_share", lambda *given: asked.append(given) or share)
+    plan = SpanExperts([[0], [0]], [ring, ring], RoutingCounts(2, EXPERTS))
+    both = [layer.cold([0], ring)[1] for _ in range(2)]
+    for weights in both:
+        plan.bring_helper(weights, USED, HIDDEN, WIDTH, CPU)
+    assert len(asked) == (ring >= USED)
+    first, second = (weights.helper for weights in both)
+    if share and ring >= USED:
+        assert first is not None and second is not None
+        assert first.helper is second.helper
+        assert first.box.rows * USED == first.box.pairs == ring
+    else:
+        assert first is None and second is None
+
+
+def test_threads_that_do_not_answer_are_an_error_waited_for_once_and_give_nothing_plausible(
+    layer: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper = Helper.start(rows=1, pairs=2, hidden=HIDDEN, width=WIDTH, device=CPU, threads=1)
+    assert helper is not None, "there is a C compiler where Triton is"
+    experts, weights = layer.cold([], ring=2)
+    weights.let_help(helper, 256)
+    assert weights.helper is not None
+    monkeypatch.setattr(kernels, "PATIENCE", 3)
+    helper.count.fill_(1)
+    helper.number.add_(1)  # nobody was asked
+    total = torch.zeros(1, HIDDEN)
+    weights.helper.collect(total)
+    assert total.isnan().all()
+    monkeypatch.setattr(kernels, "PATIENCE", 1 << 40)  # would never end
+    asked = int(helper.crew.box.asked)
+    for seed in range(2):
+        assert experts.forward(drawn(1, seed)).isnan().all()
+        with pytest.raises(CrewLost, match="did not answer; restart"):
+            experts.settle(1)
+    assert int(helper.crew.box.asked) == asked, "a mailbox that was given up is left alone"
+
+
+def test_the_mailbox_stays_pinned_as_long_as_the_helper_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[HostMemory]] = []
+
+    class Watched(HostMemory):
+        def __init__(self, nbytes: int, device: torch.device) -> None:
+            super().__init__(nbytes, device)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr("rekindle.experts.helper.HostMemory", Watched)
+    helper = Helper.start(1, 8, 256, 256, torch.device("cpu"), threads=1)
+    assert helper is not None, "there is a compiler"
+    assert made[0]() is not None, "memory that is let go is unpinned, and the device writes to it"
+
+
+def test_host_memory_may_have_large_pages_and_is_not_handed_to_children() -> None:
+    memory = HostMemory(4 << 20, CPU)
+    address = memory.take((1,), torch.int32).data_ptr()
+    areas = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]
+    edges = [[int(edge, 16) for edge in area.split(" ", 1)[0].split("-")] for area in areas]
+    (area,) = (area for area, (start, stop) in zip(areas, edges, strict=True) if start <= address < stop)
+    flags = re.search("VmFlags:(.*)", area)
+    assert flags is not None
+    assert "sh" not in flags[1].split(), "shared memory gets no large pages"
+    assert "dc" in flags[1].split()
+
+
+def test_a_system_without_large_pages_has_host_memory_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(mmap.mmap):
+        def madvise(self, advice: int, *where: int) -> None:
+            if advice == mmap.MADV_HUGEPAGE:
+                raise OSError("Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Plain)
+    assert HostMemory(100, CPU).take((4,), torch.int32).shape == (4,)
