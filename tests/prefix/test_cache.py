@@ -416,5 +416,5 @@ def test_a_start_says_what_it_found_and_a_stop_what_it_saved(
 
 
 def test_a_cache_that_can_keep_nothing_wants_no_snapshot() -> None:
-    assert not PrefixCache(0).wants(list(range(64)), BoundaryKind.PROMPT)
-    assert PrefixCache(1 << 20).wants(list(range(64)), BoundaryKind.PROMPT)
+    assert not PrefixCache(0).wants(list(range(64)), BoundaryKind.END)
+    assert PrefixCache(1 << 20).wants(list(range(64)), BoundaryKind.END)
