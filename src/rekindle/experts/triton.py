@@ -12,9 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from rekindle.kernels.device import starting_early
 
 if TYPE_CHECKING:
     from rekindle.experts.helper import LayerHelper
@@ -27,12 +24,9 @@ PATIENCE = 20_000_000  # looks at host memory, of about a microsecond each
 @triton.jit
 def _admit_kernel(  # type: ignore[no-untyped-def]
     ids, table, owner, used_at, step, tally, slots, load, pairs, experts, ring, hot, share,
-    E: tl.constexpr, R: tl.constexpr, P: tl.constexpr, RB: tl.constexpr, EARLY: tl.constexpr,
+    E: tl.constexpr, R: tl.constexpr, P: tl.constexpr, RB: tl.constexpr,
 ):  # fmt: skip
     """One program: what `Residency._admit` does."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     now = tl.load(step) + 1
     e = tl.arange(0, E)
     p = tl.arange(0, P)
@@ -76,21 +70,18 @@ def admit(residency: Residency, ids: Tensor, tally: Tensor, share: int) -> tuple
         ids, residency.table, residency.owner, residency.used_at, residency.step, tally, slots, load,
         ids.numel(), residency.experts, residency.ring, len(residency.hot), share,
         E=triton.next_power_of_2(residency.experts), R=ring, P=triton.next_power_of_2(ids.numel()), RB=min(16, ring),
-        num_warps=4, **starting_early(ids.device),
+        num_warps=4
     )  # fmt: skip
     return slots, load
 
 
 @triton.jit
-def _fetch_kernel(pieces, load, places, B: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fetch_kernel(pieces, load, places, B: tl.constexpr):  # type: ignore[no-untyped-def]
     """One piece of the expert that slot number program_id(1) is to take in.
 
     pieces int64 [n, 5]: address there, address here, words of one expert, the piece's first word, its words; all of
     them stand for whole 16 bytes.
     """
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     expert = tl.load(load + tl.program_id(1))
     if expert >= 0:
         piece = pieces + tl.program_id(0) * 5
@@ -107,23 +98,18 @@ def _fetch_kernel(pieces, load, places, B: tl.constexpr, EARLY: tl.constexpr):  
 
 def fetch(pieces: Tensor, load: Tensor, places: Tensor) -> None:
     """Bring the experts in `load` (-1: none) to the slots they stand at, from their `places` in host memory."""
-    _fetch_kernel[(pieces.shape[0], load.shape[0])](
-        pieces, load, places, B=PIECE, num_warps=8, **starting_early(load.device)
-    )
+    _fetch_kernel[(pieces.shape[0], load.shape[0])](pieces, load, places, B=PIECE, num_warps=8)
 
 
 @triton.jit
 def _ask_kernel(  # type: ignore[no-untyped-def]
     h, ids, slots, weights, kept, places, layer, count, asked, head, place, row, weight, x, number, gone,
-    pairs, rows, hidden, USED: tl.constexpr, P: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
+    pairs, rows, hidden, USED: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """One program: the pairs that have no slot go into the mailbox; here they keep slot 0 with no weight.
 
     asked, head, place, row, weight and x are addresses in host memory, which mean the same here.
     """
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     asked = asked.to(tl.pointer_type(tl.int32))
     head = head.to(tl.pointer_type(tl.int64))
     place = place.to(tl.pointer_type(tl.int32))
@@ -164,24 +150,20 @@ def ask(helper: LayerHelper, h: Tensor, ids: Tensor, slots: Tensor, weights: Ten
         h.contiguous(), ids, slots, weights, kept, helper.places, helper.layer.data_ptr(), helper.count,
         *(part.data_ptr() for part in (box.asked, box.head, box.place, box.row, box.weight, box.x)),
         helper.number, helper.gone, ids.numel(), rows, hidden,
-        USED=ids.shape[1], P=triton.next_power_of_2(ids.numel()), B=1024, num_warps=4,
-        **starting_early(h.device),
+        USED=ids.shape[1], P=triton.next_power_of_2(ids.numel()), B=1024, num_warps=4
     )  # fmt: skip
     return kept
 
 
 @triton.jit
 def _collect_kernel(  # type: ignore[no-untyped-def]
-    total, out, done, lost, number, count, gone, size, patience, B: tl.constexpr, EARLY: tl.constexpr
+    total, out, done, lost, number, count, gone, size, patience, B: tl.constexpr
 ):  # fmt: skip
     """Add what the host has computed, once it has. A host that does not answer is said, and never waited for again;
     the sum is then not a number, so that nothing plausible comes of it.
 
     out, done and lost are addresses in host memory.
     """
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     out = out.to(tl.pointer_type(tl.float32))
     done = done.to(tl.pointer_type(tl.int32))
     lost = lost.to(tl.pointer_type(tl.int32))
@@ -207,5 +189,5 @@ def collect(helper: LayerHelper, total: Tensor) -> None:
     box, block = helper.box, min(1024, triton.next_power_of_2(total.numel()))
     _collect_kernel[(triton.cdiv(total.numel(), block),)](
         total, box.out.data_ptr(), box.done.data_ptr(), box.lost.data_ptr(), helper.number, helper.count,
-        helper.gone, total.numel(), PATIENCE, B=block, num_warps=4, **starting_early(total.device),
+        helper.gone, total.numel(), PATIENCE, B=block, num_warps=4
     )  # fmt: skip
