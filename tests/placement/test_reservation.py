@@ -35,7 +35,7 @@ def test_it_fits_fully_so_the_pool_is_off() -> None:
     assert plan.cold == 0
     assert plan.stage(0).pool_tokens == 131_072
     assert not plan.pool_is_on
-    assert "the pool is off" in plan.reasons[0]
+    assert "nothing is paged out" in plan.reasons[0]
     assert plan.alternatives == ()
 
 

@@ -30,7 +30,10 @@ class RunUnlessNamed(TyperGroup):
         return super().parse_args(ctx, args if named else ["run", *args])
 
 
-app = typer.Typer(cls=RunUnlessNamed, help="Speed of a model here; and synthetic models in the shape of real ones.")
+app = typer.Typer(
+    cls=RunUnlessNamed,
+    help="Speed of a model here (`run`, the default: its options are in `bench run --help`); and synthetic models.",
+)
 
 
 @app.command("synth")

@@ -45,7 +45,9 @@ def _pool_reason(placer: Placer, draft: Draft, stage: StagePlan) -> str:
     if not stage.page_bytes:
         return f"{name}: no attention layer, so no KV"
     if not stage.pool_is_on:
-        return f"{name}: everything fits with full KV, so the pool is off ({tokens} tokens)"
+        return (
+            f"{name}: everything fits with full KV ({tokens} tokens, all sequences together), so nothing is paged out"
+        )
     more = gib((stage.full_pages - stage.pool_pages) * stage.page_bytes)
     hot = hot_with_full_kv(placer, draft)
     if hot is None:
