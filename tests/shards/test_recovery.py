@@ -139,7 +139,7 @@ def test_a_shard_that_cannot_be_started_again_and_fits_nowhere_fails_the_request
         says = str(end.error)
         assert "span [4, 8)" in says
         assert "'false' ended with status 1 before it was ready" in says
-        assert "no other device has room for layers [4, 8): cpu has 768.0 KiB and" in says
+        assert "no other device can take layers [4, 8): cpu has 768.0 KiB and" in says
     asked = SOAK.Asked(split, 5, 90)
     assert isinstance(asked.wait(), Finished)
     assert asked.tokens == undisturbed(5, 90)
