@@ -1,6 +1,6 @@
 """Check, then time, the matrix and expert kernels of a decode step on a GPU, in the shapes of 27B and 35B-A3B.
 
-    PYTHONPATH=src:carry python3 scripts/gpu/bench_matmul.py [only cases with one of these words ...]
+    PYTHONPATH=src python3 scripts/gpu/bench_matmul.py [only cases with one of these words ...]
 
 A timing is a replayed graph, a chain of links as a step has them: a norm, then the launches of the case on weights
 that the L2 no longer holds; the time of the norms alone is taken off. What a chain gives must be, bit for bit, what

@@ -1,4 +1,4 @@
-"""Check, then time, the KV pool on a GPU: PYTHONPATH=src:carry python3 scripts/gpu/check_pool.py
+"""Check, then time, the KV pool on a GPU: PYTHONPATH=src python3 scripts/gpu/check_pool.py
 
 Reading a pool smaller than the sequence against one that holds it all: a tiny model in a stage whose copies are held
 up; then both modes, paging and snapshots included, with hand-made queries and keys; then what streaming costs at the

@@ -1,4 +1,4 @@
-"""Check, then time, captures and restores on a GPU: PYTHONPATH=src:carry python3 scripts/gpu/check_snapshots.py
+"""Check, then time, captures and restores on a GPU: PYTHONPATH=src python3 scripts/gpu/check_snapshots.py
 
     [--shape qwen3.6-35b-a3b] [--tokens 32768] [--device cuda:0]
 

@@ -146,7 +146,7 @@ class Admission:
         for other in prefilling:
             if other.audit is not None:
                 continue  # its edges are given and it publishes nothing
-            shared = _common_length(sequence.tokens, other.tokens[: other.prefill_end])
+            shared = common_length(sequence.tokens, other.tokens[: other.prefill_end])
             if shared < PAGE:
                 continue
             other.add_boundary(Boundary(shared, BoundaryKind.BRANCH))
@@ -189,7 +189,8 @@ def _boundaries(sequence: Sequence, departure: int) -> list[Boundary]:
     return boundaries
 
 
-def _common_length(a: Sequential[int], b: Sequential[int]) -> int:
+def common_length(a: Sequential[int] | np.ndarray, b: Sequential[int] | np.ndarray) -> int:
+    """Tokens that both begin with."""
     n = min(len(a), len(b))
     differs = np.nonzero(np.asarray(a[:n]) != np.asarray(b[:n]))[0]
     return int(differs[0]) if len(differs) else n

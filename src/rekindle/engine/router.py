@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rekindle.engine.admission import common_length
 from rekindle.engine.engine import Engine, EngineStatus
 from rekindle.engine.types import Event, Failed, Finished, PromptLogprobs, Request, Started, Token
 from rekindle.errors import BadRequest, RekindleError, StageLost
@@ -88,9 +89,7 @@ class Router:
         def rank(index: int) -> tuple[bool, int, int]:
             replica = self.replicas[index]
             prompts = [prompt for home, prompt in running if home == index]
-            known = max(
-                [replica.prefixes.known_length(tokens), *(_common_length(tokens, prompt) for prompt in prompts)]
-            )
+            known = max([replica.prefixes.known_length(tokens), *(common_length(tokens, prompt) for prompt in prompts)])
             # What ends inside the first page is no reason to wait for somebody.
             return rests[index], -(known if known >= PAGE else 0), len(prompts)
 
@@ -183,9 +182,3 @@ def _sum(values: Sequence[Any]) -> Any:
     if isinstance(values[0], Mapping):
         return dict(sum((Counter(value) for value in values), Counter()))
     return sum(values) if isinstance(values[0], int) else ", ".join(dict.fromkeys(map(str, values)))
-
-
-def _common_length(a: np.ndarray, b: np.ndarray) -> int:
-    n = min(len(a), len(b))
-    differs = np.nonzero(a[:n] != b[:n])[0]
-    return int(differs[0]) if len(differs) else n
