@@ -5,13 +5,21 @@
 1. One layer: speed of the link by copy engine and by kernel, of the CPU threads, and of every split between the two.
 2. Every way of one layer against all experts hot, on the same inputs.
 3. The whole model (random weights, 20 GB, written first) with all, half and none of the 256 experts of a layer hot and
-   a ring of 16: logits against all hot; decode of forced random tokens through recorded steps, with the split as
-   measured, with the link alone and with the CPU alone; prefill in chunks of 2,048 and 4,096.
+   a ring of 16, and with 64 hot and a ring of 64: logits against all hot; decode of forced random tokens through
+   recorded steps, with the split as measured, with the link alone and with the CPU alone; prefill in chunks of 2,048
+   and 4,096.
 
 Choices are uniform as the random routers make them; "skewed" scales the rows of each router by rank^-0.3, so that an
 expert of low rank has large logits and is chosen often. The hot half are then the 128 of the lowest ranks, what counts
-would choose; the share of choices that missed is measured and shown. Rows are said as they come; a phase that would
-begin after --seconds is left out and named. The short table comes last, everything as JSON in $OUT.
+would choose. "As in use" follows a trace: an expert's logit is what the router gives (deviation 1), plus what this
+conversation has for it (drawn once, deviation 1.17), plus what drifts (deviation 1.42, correlation 0.907 from token to
+token). Cut to 128 experts, such a trace is found in least-recently-used caches of 8, 24, 49 and 81 experts 31, 75, 87
+and 95 times of 100 over 256 tokens; 37, 74, 89 and 96 were counted with Qwen3-30B-A3B (pull request 1374 of kekzl/imp).
+Nobody knows beforehand which experts a conversation likes: the hot ones are as good as drawn by lot there, and what
+helps is the ring. The share of choices that missed is measured and shown.
+
+Rows are said as they come; a phase that would begin after --seconds is left out and named. The short table comes last,
+everything as JSON in $OUT.
 """
 
 from __future__ import annotations
@@ -29,11 +37,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.synth import write_synthetic
 from rekindle.experts import CostModel, ExpertSet, RoutedFfn, RoutingCounts, SpanExperts, Way
-from rekindle.experts.counts import LayerCounter
+from rekindle.experts import triton as cold_kernels
+from rekindle.experts.counts import ROUND, LayerCounter
 from rekindle.experts.packed import PackedWeights
 from rekindle.experts.routed import make_expert_set
 from rekindle.experts.stored import StoredExperts, StoredPart
@@ -41,6 +52,8 @@ from rekindle.experts.triton import fetch
 from rekindle.kernels.matmul import make_matrix
 from rekindle.kernels.matmul.packing import FORMATS
 from rekindle.kernels.moe import SharedExpert, make_stack
+from rekindle.kernels.moe import triton as moe_kernels
+from rekindle.kernels.moe.triton import store_logits
 from rekindle.models import load_span
 from rekindle.models.model import ModelSpan
 from rekindle.stages import LocalStage
@@ -49,11 +62,13 @@ from rekindle.weights import WeightFile, open_weights
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
 EXPERTS, USED, HIDDEN, WIDTH, RING = 256, 8, 2048, 512, 16
-SKEWS = {"skewed": 0.3, "more skewed": 0.6}  # a router's rows shrink with this power of their rank
+SKEWS = {"skewed": 0.3, "skewed more": 0.45, "skewed most": 0.6}  # a router's rows shrink with this power of their rank
 SLOW = CostModel(link=1e-6, host_call=0, host_expert=0, host_pair=0, device_pair=0)  # so that the CPU is chosen
 FAST = CostModel.same_memory()
 PEER = {"half": {"decode": 106, "prefill": 1467}, "none": {"decode": 69, "prefill": 1066}}
-HOT = {"all": EXPERTS, "half": 128, "none": 0}
+HOT = {"all": (EXPERTS, 0), "half": (128, RING), "none": (0, RING), "half, large ring": (64, 64)}  # hot, ring
+LIKED, DRIFT, KEPT = 1.17, 1.42, 0.907  # of the trace
+FILLING = 200  # steps of the trace in which the ring fills
 LOG: list[str] = []
 STARTED = time.perf_counter()
 
@@ -74,6 +89,44 @@ def timed(work: Callable[[], object], repeats: int, warm: int = 2) -> float:
         work()
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / repeats
+
+
+# ---- routers that follow a trace ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _lifted_logits(  # type: ignore[no-untyped-def]
+    h, router, logits, rows, experts, hidden,
+    BE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The logits, and for a single row what stands behind the router: a number for every expert."""
+    store_logits(h, router, logits, rows, experts, hidden, BE, BM, BK, EARLY)
+    if BM == 1:
+        tl.debug_barrier()
+        e = tl.program_id(0) * BE + tl.arange(0, BE)
+        logit = tl.load(logits + e, e < experts, other=0.0, cache_modifier=".cg")
+        tl.store(logits + e, logit + tl.load(router + experts * hidden + e, e < experts, other=0.0), e < experts)
+
+
+moe_kernels.store_logits = cold_kernels.store_logits = _lifted_logits
+
+
+def lifted(router: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The router with a number for every expert behind it, which are nought; and those numbers."""
+    room = torch.zeros(router.numel() + EXPERTS, device=CUDA)
+    room[: router.numel()] = router.flatten()
+    return room[: router.numel()].view(router.shape), room[router.numel() :]
+
+
+def make_trace(layers: int, steps: int) -> torch.Tensor:
+    """What is added to the logits: float32 [steps, layers, experts]."""
+    rng = np.random.default_rng(11)
+    liked, drift = (rng.standard_normal((layers, EXPERTS)) for _ in range(2))
+    rows = np.empty((steps, layers, EXPERTS), np.float32)
+    for row in rows:
+        drift = KEPT * drift + (1 - KEPT**2) ** 0.5 * rng.standard_normal((layers, EXPERTS))
+        row[:] = LIKED * liked + DRIFT * drift
+    return torch.from_numpy(rows).to(CUDA)
 
 
 # ---- one layer ---------------------------------------------------------------------------------------------------
@@ -104,7 +157,7 @@ class OneLayer:
         ]
         gate_, up_, down_ = (make_matrix(p.raw, p.type, p.shape[1:], CUDA, BF16) for p in one)
         self.shared = SharedExpert(gate_, up_, down_, torch.randn(HIDDEN, device=CUDA) / 45)
-        self.router = torch.randn(EXPERTS, HIDDEN, device=CUDA) / HIDDEN**0.5
+        self.router, _ = lifted(torch.randn(EXPERTS, HIDDEN, device=CUDA) / HIDDEN**0.5)
 
     def hot(self) -> RoutedFfn:
         gate, up, down = (make_stack(p.raw, p.type, p.shape, CUDA, BF16) for p in self.stored.parts)
@@ -195,7 +248,13 @@ def ways(layer: OneLayer) -> bool:
         fine = fine and right
         verdict = "" if right else "  WRONG"
         say(f"check {name}, {rows} rows: relative error {worst:.1e}, same bits {same}{verdict}")
+    say(f"two experts change places in {timed(partial(exchange_two, shared_by_all), 20) * 1e6:.0f} µs")
     return fine
+
+
+def exchange_two(experts: ExpertSet) -> None:
+    cold = next(e for e in range(EXPERTS) if e not in experts.residency.hot)
+    experts.swap(experts.residency.hot[0], cold)
 
 
 # ---- the whole model ---------------------------------------------------------------------------------------------
@@ -204,14 +263,19 @@ def ways(layer: OneLayer) -> bool:
 class Placed:
     """The model with so many experts of each layer hot."""
 
-    def __init__(self, file: WeightFile, hot: int) -> None:
+    def __init__(self, file: WeightFile, hot: int, ring: int = RING) -> None:
         spec = file.spec
         plan = None
         if hot < EXPERTS:
             hots = [list(range(hot)) for _ in range(spec.layers)]
-            plan = SpanExperts(hots, [RING] * spec.layers, RoutingCounts(spec.layers, EXPERTS))
+            plan = SpanExperts(hots, [ring] * spec.layers, RoutingCounts(spec.layers, EXPERTS))
         self.span: ModelSpan = load_span(file, spec.whole, CUDA, BF16, experts=plan)
         torch.cuda.synchronize()
+        self.lifts = []
+        for ffn in self.span.routed:
+            router, lift = lifted(ffn.router)
+            object.__setattr__(ffn, "router", router)  # one of them is frozen
+            self.lifts.append(lift)
         self.plain = [ffn.router.clone() for ffn in self.span.routed]
         self.rng = np.random.default_rng(0)
         self.vocab = spec.vocab
@@ -256,23 +320,36 @@ class Placed:
         self.stage.close(0)
         return torch.stack(rows).log_softmax(-1)
 
-    def decode(self, steps: int = 160) -> tuple[float, float]:
-        """(tok/s of forced random tokens, share of choices that missed)."""
+    def decode(self, traced: bool = False) -> tuple[float, float]:
+        """(tok/s of forced random tokens, share of choices that missed). Along the trace counts move experts once, as
+        they do every 256 tokens; else they stay where they are."""
         stage, position = self.stage, 0
-        tokens = self.rng.integers(0, self.vocab, steps + 64).tolist()
+        filling, looks, steps = (FILLING, 24, ROUND) if traced else (24, 8, 160)
+        for ffn in self.cold_layers:
+            ffn.counter.forget()
+        tokens = self.rng.integers(0, self.vocab, steps + filling + 2 * looks + 8).tolist()
+        trace = make_trace(len(self.lifts), len(tokens)) if traced else None
         stage.open(1)
 
         def step() -> None:
             nonlocal position
+            if trace is not None:
+                torch._foreach_copy_(self.lifts, list(trace[position]))
             stage.forward(Batch((Segment(1, position, (tokens[position],), Wanted.LAST),)), None)
             position += 1
 
-        for _ in range(24):
+        for _ in range(filling):
             step()
-        missed = [self._missed_in(step) for _ in range(8)] if self.cold_layers else [0.0]
+        missed = [self._missed_in(step) for _ in range(looks)] if self.cold_layers else [0.0]
         seconds = timed(step, steps, warm=4)
         stage.close(1)
+        torch._foreach_zero_(self.lifts)
         return 1 / seconds, float(np.mean(missed))
+
+    def along_trace(self) -> None:
+        """Routers whose logits have a deviation of one."""
+        for ffn, plain in zip(self.span.routed, self.plain, strict=True):
+            ffn.router.copy_(plain / plain.norm(dim=1, keepdim=True))
 
     def _missed_in(self, step: Callable[[], None]) -> float:
         tables = torch.stack([ffn.residency.table for ffn in self.cold_layers])
@@ -309,11 +386,10 @@ def whole_model(
     file = open_weights(path)
     truth, floor, fine = torch.empty(0), 0.0, True
     for name in placements:
-        hot = HOT[name]
         if late(f"{name} hot"):
             break
         begin = time.perf_counter()
-        placed = Placed(file, hot)
+        placed = Placed(file, *HOT[name])
         say(f"{name} hot: loaded in {time.perf_counter() - begin:.1f} s, the CPU takes {placed.share()}/256 of the "
             f"missing, {torch.cuda.memory_allocated() / 2**30:.1f} GiB on the device")  # fmt: skip
         found = placed.log_chances()
@@ -333,8 +409,8 @@ def whole_model(
     return fine
 
 
-def figures(placed: Placed, prefill: bool = True) -> dict[str, Any]:
-    speed, missed = placed.decode()
+def figures(placed: Placed, prefill: bool = True, traced: bool = False) -> dict[str, Any]:
+    speed, missed = placed.decode(traced=traced)
     found: dict[str, Any] = {"decode": speed, "missed": missed, "share": placed.share()}
     if prefill:
         found["prefill 2048"] = placed.prefill(2048, 2048)
@@ -345,11 +421,16 @@ def figures(placed: Placed, prefill: bool = True) -> dict[str, Any]:
 
 def others(placed: Placed, name: str, brief: bool, late: Callable[[str], bool], rows: list[dict[str, Any]]) -> None:
     """Skewed choices; then other splits between link and CPU."""
-    for choices, exponent in SKEWS.items() if name != "none" else ():
+    for choices, exponent in SKEWS.items() if name in ("all", "half") else ():
         if late(f"{name} hot, {choices}"):
             break
         placed.skew(exponent)
         rows.append({"hot": name, "choices": choices, "how": "as measured", **figures(placed, prefill=False)})
+        say(f"{rows[-1]}")
+    if not late(f"{name} hot, as in use"):
+        placed.along_trace()
+        found = figures(placed, prefill=False, traced=True)
+        rows.append({"hot": name, "choices": "as in use", "how": "as measured", **found})
         say(f"{rows[-1]}")
     placed.skew(0.0)
     if brief:
@@ -369,11 +450,11 @@ def report(rows: list[dict[str, Any]]) -> None:
     say("")
     base = {row["choices"]: row["decode"] for row in rows if row["hot"] == "all"}
     print(
-        "hot   choices         how           missed  decode tok/s  of all hot  of llama.cpp   "
+        "hot              choices         how           missed  decode tok/s  of all hot  of llama.cpp   "
         "prefill 2048 / 4096 / one chunk"
     )
     for row in rows:
-        peer = PEER.get(row["hot"], {})
+        peer = PEER.get(row["hot"].split(",")[0], {})
         part = f"{row['decode'] / base[row['choices']]:.2f}" if row["choices"] in base else ""
         ratio = f"{row['decode'] / peer['decode']:.2f}" if peer else ""
         keys = ("prefill 2048", "prefill 4096", "prefill 4096, one chunk")
@@ -381,7 +462,7 @@ def report(rows: list[dict[str, Any]]) -> None:
         if peer and prefill:
             prefill += f" ({row['prefill 2048'] / peer['prefill']:.2f} of llama.cpp's)"
         line = (
-            f"{row['hot']:5s} {row['choices']:15s} {row['how']:13s} {row['missed']:6.0%} {row['decode']:13.0f} "
+            f"{row['hot']:16s} {row['choices']:15s} {row['how']:13s} {row['missed']:6.0%} {row['decode']:13.0f} "
             f"{part:>11s} {ratio:>13s}   {prefill}"
         )
         print(line, flush=True)
@@ -392,7 +473,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--seconds", type=float, default=195)
-    parser.add_argument("--hot", default="all,half,none", help="placements of the whole model, all first")
+    parser.add_argument("--hot", default="all;half;half, large ring;none", help="placements of the model, all first")
     parser.add_argument("--brief", action="store_true", help="only the whole model, as measured at load")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -418,7 +499,7 @@ def main() -> None:
         say("the model is written")
     rows: list[dict[str, Any]] = []
     try:
-        fine = whole_model(path, options.hot.split(","), options.brief, late, rows) and fine
+        fine = whole_model(path, options.hot.split(";"), options.brief, late, rows) and fine
     finally:
         report(rows)
         say(f"checks {'passed' if fine else 'FAILED'}; left out: {', '.join(left_out) or 'nothing'}")

@@ -4,8 +4,8 @@
 
 A timing is a replayed graph, a chain of links as a step has them: a norm, then the launches of the case on weights
 that the L2 no longer holds; the time of the norms alone is taken off. What a chain gives must be, bit for bit, what
-its links give one by one. The short table comes last (the best form of each case, in brackets the form that the house
-takes); all goes to $OUT/bench_matmul.txt. Exit code 1: something was wrong.
+its links give one by one. The short table comes last (the best form of each case, in brackets what the house takes);
+all goes to $OUT/bench_matmul.txt. Exit code 1: something was wrong.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -27,9 +27,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from rekindle.kernels import norm
-from rekindle.kernels.matmul import naive, nvidia
+from rekindle.kernels.matmul import dense_matrix, naive, nvidia, shares
+from rekindle.kernels.matmul import triton as fast
 from rekindle.kernels.matmul.nvidia import FewConfig
 from rekindle.kernels.matmul.packing import FORMATS, pack
+from rekindle.kernels.matmul.shares import ShareForm
 from rekindle.kernels.matmul.types import Matrix, Packed
 from rekindle.kernels.moe import naive as moe_naive
 from rekindle.kernels.moe import nvidia as moe_nvidia
@@ -42,7 +44,7 @@ ROTATED = 300e6  # bytes of distinct weights behind one timing
 LINKS = 24  # at least, of one chain
 COMPILERS = 14
 SECONDS = 40.0  # after this no further form is tried
-TINY = sys.argv[1:2] == ["--compile"]  # small matrices: only the compiled kernels count
+COMPILING = sys.argv[1:2] == ["--compile"]  # few matrices: only the compiled kernels count
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
 OUT = Path(os.environ.get("OUT", "/tmp"))
@@ -88,19 +90,15 @@ def values_of(weight: Packed | Tensor) -> Tensor:
     return weight.double() if isinstance(weight, Tensor) else naive.packed_values(weight).double()
 
 
-def some_rows(rows: int) -> int:
-    return min(rows, 512) if TINY else rows
-
-
 @functools.lru_cache(maxsize=2)
 def weights_of(parts: tuple[tuple[str, int], ...], columns: int) -> list[list[Packed | Tensor]]:
     """Several sets of the same matrices (type, rows), enough to leave the L2 behind."""
 
     def one_set() -> list[Packed | Tensor]:
-        return [random_weight(type, some_rows(rows), columns) for type, rows in parts]
+        return [random_weight(type, rows, columns) for type, rows in parts]
 
     first = one_set()
-    count = 2 if TINY else max(2, min(16, round(ROTATED / sum(p.nbytes for p in first)) + 1))
+    count = 2 if COMPILING else max(2, min(16, round(ROTATED / sum(p.nbytes for p in first)) + 1))
     return [first, *(one_set() for _ in range(count - 1))]
 
 
@@ -127,6 +125,9 @@ class Layer:
     def by_group(self, h: Tensor, ids: Tensor, weights: Tensor, config: UnitsConfig) -> Tensor:
         stacks = self.gate, self.up, self.down
         return fast_moe.by_units_group(h, ids, weights, *stacks, self.shared, None, 1, config)
+
+    def by_integers(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return fast_moe.by_integers(h, ids, weights, self.gate, self.up, self.down, self.shared, None)
 
     def expected(self, h: Tensor) -> Tensor:
         """Expert by expert in float64."""
@@ -155,32 +156,47 @@ def layer() -> Layer:
 
 
 def products_case(
-    name: str, parts: list[tuple[str, int]], columns: int, rows: int, *rivals: FewConfig, paired: bool = False
+    name: str,
+    parts: list[tuple[str, int]],
+    columns: int,
+    rows: int,
+    *rivals: FewConfig | ShareForm,
+    paired: bool = False,
 ) -> Case:
     """Several matrices in one launch, or silu(gate x) · (up x) of two."""
     key = tuple(parts)
 
-    def run(config: FewConfig, link: int, x: Tensor) -> list[Tensor]:
+    def house(link: int, x: Tensor) -> list[Tensor]:
         weights = weights_of(key, columns)[link]
         if not paired:
-            return nvidia.multiply(x, weights, None, config)
+            return fast.multiply_by_all(x, [as_matrix(weight) for weight in weights])
         gate, up = (weight for weight in weights if isinstance(weight, Packed))
-        return [nvidia.swiglu(x, gate, up, config)]
+        return [fast.swiglu(x, gate, up)]
+
+    def run(form: FewConfig | ShareForm, link: int, x: Tensor) -> list[Tensor]:
+        weights = weights_of(key, columns)[link]
+        by = nvidia if isinstance(form, FewConfig) else shares
+        if not paired:
+            return by.multiply(x, weights, None, form)
+        gate, up = (weight for weight in weights if isinstance(weight, Packed))
+        return [by.swiglu(x, gate, up, form)]
 
     def expected(x: Tensor) -> list[Tensor]:
         outs = [x.double() @ values_of(weight).T for weight in weights_of(key, columns)[0]]
         return [silu(outs[0]) * outs[1]] if paired else outs
 
-    house = nvidia.few_config(
-        parts[0][1] if paired else sum(n for _, n in parts), columns, rows, paired,
-        any(type == "Q6_K" for type, _ in parts),
-    )  # fmt: skip
-    every = [house, *(form for form in rivals if form != house)]
     sets = weights_of(key, columns)
-    return Case(
-        f"{name} x{rows}", rows, columns, len(sets), sum(p.nbytes for p in sets[0]),
-        {_label(form): functools.partial(run, form) for form in every}, expected, 9e-3 if paired else 6e-3,
-    )  # fmt: skip
+    forms: dict[str, Run] = {"house": house}
+    forms |= {f"{type(form).__name__} {_label(form)}": functools.partial(run, form) for form in rivals}
+    nbytes = sum(p.nbytes for p in sets[0])
+    bound = 9e-3 if paired else 6e-3
+    return Case(f"{name} x{rows}", rows, columns, len(sets), nbytes, forms, expected, bound)
+
+
+def as_matrix(weight: Packed | Tensor) -> Matrix:
+    if isinstance(weight, Tensor):
+        return dense_matrix(weight)
+    return Matrix((weight.rows, weight.columns), packed=weight)
 
 
 def route_case(rows: int) -> Case:
@@ -194,16 +210,23 @@ def route_case(rows: int) -> Case:
     return Case(f"35B route x{rows}", rows, 2048, 16, 256 * 2048 * 4.0, forms, expected, 1e-4)
 
 
-def moe_case(rows: int, pairs: tuple[UnitsConfig, ...], groups: tuple[UnitsConfig, ...]) -> Case:
-    """Route and experts: every pair for itself, or by eights of an expert's pairs."""
+def moe_case(
+    rows: int, pairs: tuple[UnitsConfig, ...], groups: tuple[UnitsConfig, ...] = (), integers: bool = True
+) -> Case:
+    """Route and experts: every pair for itself, an expert's pairs by twos in the integer units, or by eights."""
 
     def by_pair(config: UnitsConfig, link: int, h: Tensor) -> list[Tensor]:
         return [layer().by_pair(h, *fast_moe.route(h, layer().router, 8), config)]
+
+    def by_integers(link: int, h: Tensor) -> list[Tensor]:
+        return [layer().by_integers(h, *fast_moe.route(h, layer().router, 8))]
 
     def by_group(config: UnitsConfig, link: int, h: Tensor) -> list[Tensor]:
         return [layer().by_group(h, *fast_moe.route(h, layer().router, 8), config)]
 
     forms: dict[str, Run] = {f"pairs {_label(config)}": functools.partial(by_pair, config) for config in pairs}
+    if integers:
+        forms["integers"] = by_integers
     forms |= {f"eights {_label(config)}": functools.partial(by_group, config) for config in groups}
     distinct = 256 * (1 - (1 - 8 / 256) ** rows)  # experts, if every choice is as likely
     return Case(
@@ -230,18 +253,19 @@ OUT_35B = "35B out 2048,4096 Q4_K", [("Q4_K", 2048)], 4096
 def cases() -> Iterator[Callable[[], Case]]:
     few, part = FewConfig, functools.partial
     pairs, eights = moe_nvidia.pairs_config, moe_nvidia.EIGHTS
-    yield part(moe_case, 1, (pairs(1),), ())
-    yield part(moe_case, 8, (pairs(8),), (eights,))
+    yield part(moe_case, 1, (pairs(1),), integers=False)
+    yield part(moe_case, 8, (pairs(8),))
+    yield part(moe_case, 16, (), (eights,))
     yield part(moe_case, 32, (), (eights,))
     yield part(products_case, *SMALL, 1, few(8, 0, True))
     yield part(products_case, *DELTA, 1, few(8, 0, True))
     yield part(products_case, *GATE_UP, 1, paired=True)
     for shape in (DOWN_4, DOWN_6, OUT_27B, ATTENTION, HEAD, OUT_35B):
         yield part(products_case, *shape, 1)
-    yield part(products_case, *GATE_UP, 16, few(4, 2, True), paired=True)
-    yield part(products_case, *DOWN_4, 16, few(8, 2, True))
-    for shape in (DOWN_6, DELTA, OUT_27B, ATTENTION, HEAD):
-        yield part(products_case, *shape, 16)
+    thirds = shares.UP_TO_32  # of a multiprocessor; timed up to 16 rows for gate and up only
+    yield part(products_case, *GATE_UP, 16, paired=True)
+    for shape in (DOWN_4, DOWN_6, DELTA, OUT_27B, ATTENTION, HEAD):
+        yield part(products_case, *shape, 16, thirds)
     for rows in (8, 32):
         yield part(products_case, *SMALL, rows)
         yield part(products_case, *OUT_35B, rows)
@@ -317,13 +341,13 @@ def complaint(case: Case, chain: Chain, form: Run, outs: list[list[Tensor]], exp
 def mixed_types() -> str | None:
     """Matrices of different types and odd sizes in one launch, in every form of it."""
     parts = [random_weight(t, n, 2304) for t, n in (("Q4_K", 1000), ("Q6_K", 40), ("dense", 45), ("Q5_K", 333))]
-    for rows, config in (
-        (1, FewConfig(4, 0, False)), (1, FewConfig(8, 0, True)), (5, FewConfig(4, 1, True)),
-        (12, FewConfig(4, 2, True, 2)), (27, FewConfig(4, 2, False, 2)),
+    for by, rows, config in (
+        (nvidia, 1, FewConfig(4, 0, False)), (nvidia, 1, FewConfig(8, 0, True)), (nvidia, 5, FewConfig(4, 1, True)),
+        (nvidia, 12, FewConfig(4, 2, False, 2)), (shares, 9, shares.UP_TO_16), (shares, 27, shares.UP_TO_32),
     ):  # fmt: skip
         x = torch.randn(rows, 2304, device=CUDA, dtype=BF16)
         residual = torch.randn(rows, 1000, device=CUDA)
-        outs = nvidia.multiply(x, parts, residual, config)
+        outs = by.multiply(x, parts, residual, config)
         for i, (out, weight) in enumerate(zip(outs, parts, strict=True)):
             expected = x.double() @ values_of(weight).T + (0 if i else residual.double())
             error = float((out.double() - expected).norm() / expected.norm())
@@ -364,7 +388,7 @@ def compile_all(wanted: list[str]) -> list[object]:
 
 
 def main() -> int:
-    if TINY:
+    if COMPILING:
         compile_share(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
         return 0
     begin = time.perf_counter()

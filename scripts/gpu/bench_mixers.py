@@ -175,29 +175,34 @@ def check_delta(dtype: torch.dtype, spec: DeltaSpec) -> None:
 
 
 def check_step(dtype: torch.dtype, spec: DeltaSpec, tag: str) -> None:
-    """Steps behind one another, with rows that share a slot at the end as padding does."""
-    _, a, b, decay, dt_bias = delta_inputs(12, spec, dtype)
-    taps, z, weight = rand(spec.conv_channels, 4), rand(12, spec.inner, dtype=dtype), rand(128)
+    """Steps behind one another: of a row alone, and of many with rows that share a slot at the end as padding does."""
+    for rows in (1, 12):
+        check_steps(dtype, spec, f"x{rows} {tag}", rows, min(rows, 9))
+
+
+def check_steps(dtype: torch.dtype, spec: DeltaSpec, tag: str, rows: int, real: int) -> None:
+    _, a, b, decay, dt_bias = delta_inputs(rows, spec, dtype)
+    taps, z, weight = rand(spec.conv_channels, 4), rand(rows, spec.inner, dtype=dtype), rand(128)
     states, windows = rand(10, spec.value_heads, 128, 128), rand(10, 3, spec.conv_channels)
     wide_states, wide_windows = states.clone(), windows.clone()
-    ragged = make_ragged([(min(i, 9), 7, 1) for i in range(12)])
-    alone = make_ragged([(i, 7, 1) for i in range(9)])
+    ragged = make_ragged([(min(i, 9), 7, 1) for i in range(rows)])
+    alone = make_ragged([(i, 7, 1) for i in range(real)])
     for step in range(40):
-        u = rand(12, spec.conv_channels, dtype=dtype)
+        u = rand(rows, spec.conv_channels, dtype=dtype)
         out = gated_delta.gated_delta_step(
             u, taps, windows, a, b, decay, dt_bias, states, ragged, spec, z, weight, 1e-6
         )
-        mixed = naive_conv.conv_silu(u[:9].float(), taps, wide_windows, alone).to(dtype)
+        mixed = naive_conv.conv_silu(u[:real].float(), taps, wide_windows, alone).to(dtype)
         wide = naive_delta.gated_delta(
-            *(x.float() for x in (mixed, a[:9], b[:9], decay, dt_bias)), wide_states, alone, spec
+            *(x.float() for x in (mixed, a[:real], b[:real], decay, dt_bias)), wide_states, alone, spec
         )
         if step in (0, 39):
-            expected = naive_norm.gated_rms_norm(wide, z[:9].float(), weight, 1e-6)
-            check(f"gated_delta_step {step} {tag}", out[:9], expected, 4e-3)
-            check(f"gated_delta_step {step} windows {tag}", windows[:9], wide_windows[:9], 0.0)
-            check(f"gated_delta_step {step} states {tag}", states[:9], wide_states[:9], 1e-3)
-    counters = fast_delta._arrivals(windows, spec)
-    check(f"gated_delta_step: counters are back at zero {tag}", counters + 1, torch.ones_like(counters), 0.0)
+            expected = naive_norm.gated_rms_norm(wide, z[:real].float(), weight, 1e-6)
+            check(f"gated_delta_step {step} {tag}", out[:real], expected, 4e-3)
+            check(f"gated_delta_step {step} windows {tag}", windows[:real], wide_windows[:real], 0.0)
+            check(f"gated_delta_step {step} states {tag}", states[:real], wide_states[:real], 1e-3)
+    counts = fast_delta._arrivals(windows, spec)
+    check(f"gated_delta_step: counters are back at zero {tag}", counts + 1, torch.ones_like(counts), 0.0)
 
 
 def check_sampling() -> None:

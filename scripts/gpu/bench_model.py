@@ -29,7 +29,7 @@ from rekindle.models import load_span
 from rekindle.pool import KvMode
 from rekindle.prefix import PrefixCache
 from rekindle.snapshots.disk import DiskStore
-from rekindle.snapshots.types import Snapshot, Stretch
+from rekindle.snapshots.types import Part, Snapshot, Stretch, wait_for
 from rekindle.spec import PAGE
 from rekindle.stages import LocalStage, Pipeline
 from rekindle.weights import open_weights
@@ -154,11 +154,12 @@ class Bench:
                 self.stage.forward(Batch((Segment(0, at, tuple(tokens[at:stop].tolist()), Wanted.LAST),)), None)
 
         cold = seconds(fill)
-        parts: list[object] = []
-        first = seconds(lambda: parts.append(self.stage.capture(0)))
+        parts: list[Part] = []
+        first = seconds(lambda: parts.extend(self.stage.capture(0)))
+        wait_for(parts)
         again = seconds(lambda: self.stage.capture(0))
         logits = torch.zeros(self.file.spec.vocab)
-        snapshot = Snapshot(tokens, tuple(parts[0]), logits, grid, (Stretch(length, "prefill"),))  # type: ignore[arg-type]
+        snapshot = Snapshot(tokens, tuple(parts), logits, grid, (Stretch(length, "prefill"),))
         self.stage.close(0)
         self.stage.restore(1, length, snapshot.parts)
         self.stage.close(1)
@@ -169,10 +170,12 @@ class Bench:
         save_s = seconds(lambda: store.save(snapshot))
         id = store.records()[0].id
         store.close()
-        disk, load = [], []
+        disk, load, slabs = [], [], self.stage.slabs
+        if slabs is not None:
+            slabs.spare = lambda: 2 << 30  # as a RAM tier with so much left would say
         for _ in range(3):
             # A store that knows no living page, so every byte comes from the files, which the page cache holds.
-            store = DiskStore(folder, "0123456789abcdef", 64 << 30)
+            store = DiskStore(folder, "0123456789abcdef", 64 << 30, slabs=slabs)
             began = time.perf_counter()
             loaded = store.load(id)
             load.append(time.perf_counter() - began)

@@ -9,10 +9,12 @@ attention shape of the 27B model. The table comes last. Exit code 1: a check fai
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,8 @@ from rekindle.kernels.attention.rows import KV_DTYPES, row_size
 from rekindle.kernels.ragged import Ragged
 from rekindle.models import load_span
 from rekindle.pool import KvMode, PagePool, PoolReader
+from rekindle.pool.copies import pin
+from rekindle.snapshots.slabs import Slabs
 from rekindle.spec import PAGE
 from rekindle.stages import LocalStage
 from rekindle.weights import open_weights
@@ -64,6 +68,7 @@ class Hand:
             tables=int32([seat.places.tolist()]),
             lengths=(rows,),
             noted=None if seat.noted is None else int32([[seat.noted], [seat.table]]),
+            far=seat.far,
         )
         outs = []
         for layer in range(self.layers):
@@ -151,9 +156,10 @@ def run_stage(stage: LocalStage, length: int, decode: int) -> list[torch.Tensor]
     return outs
 
 
-def poisoned(nbytes: int) -> torch.Tensor:
-    """Pinned memory in which every bf16 is no number, so that whoever reads it too early is found out."""
-    return torch.full((nbytes,), 255, dtype=torch.uint8, pin_memory=True)
+def poison_and_pin(address: int, nbytes: int) -> Callable[[], object] | None:
+    """Memory in which every bf16 is no number, so that whoever reads it too early is found out."""
+    ctypes.memset(address, 255, nbytes)
+    return pin(address, nbytes)
 
 
 def check_stage(device: torch.device) -> bool:
@@ -166,8 +172,8 @@ def check_stage(device: torch.device) -> bool:
     length, decode = 2048, 8  # 33 pages
     pooled, full = LocalStage(model, 1, 2, kind, 40), LocalStage(model, 1, 40, kind)
     if device.type == "cuda":
-        pooled.pool.copies._slabs.stop()  # it has made some slabs already
-        pooled.pool.copies._slabs.allocate = poisoned
+        pooled.pool.copies.stop()  # it has made some slabs already
+        pooled.pool.copies._use(Slabs(pin=poison_and_pin))
     got, truth = (torch.stack(run_stage(stage, length, decode)).float() for stage in (pooled, full))
     off = float((got - truth).abs().max() / truth.abs().max())
     good = off <= NEAR and pooled.paging().page_outs >= length // PAGE - 2

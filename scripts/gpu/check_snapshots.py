@@ -11,6 +11,7 @@ and what a restore takes. The last line is JSON. Exit code 1: a check failed. `-
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -25,6 +26,7 @@ from rekindle.bench.synth import SHAPES
 from rekindle.models.model import ModelSpan
 from rekindle.models.state import DeltaState
 from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.slabs import Slabs
 from rekindle.snapshots.types import Part, Snapshot, Stretch, are_complete, wait_for
 from rekindle.spec import PAGE, Span
 from rekindle.stages import LocalStage
@@ -106,9 +108,9 @@ def save(folder: str, snapshot: Snapshot) -> str:
     return id
 
 
-def load(folder: str, id: str) -> tuple[Snapshot, float]:
+def load(folder: str, id: str, slabs: Slabs | None) -> tuple[Snapshot, float]:
     """By a store that has no living page, so every byte comes from the files; and the milliseconds."""
-    store = DiskStore(folder, FINGERPRINT, 1 << 40)
+    store = DiskStore(folder, FINGERPRINT, 1 << 40, slabs=slabs)
     start = time.perf_counter()
     loaded = store.load(id)
     took = (time.perf_counter() - start) * 1e3
@@ -148,13 +150,14 @@ def check(shape: str, device: torch.device) -> bool:
     stage.restore(0, 3 * PAGE + 9, first)
     say("restored beside it, from the chain's first snapshot", same(first_truth, hand.state(0)))
     with tempfile.TemporaryDirectory() as folder:
-        loaded, _ = load(folder, save(folder, snapshot_of(position, parts)))
+        loaded, _ = load(folder, save(folder, snapshot_of(position, parts)), stage.slabs)
     stage.close(0)
     stage.close(1)
     stage.restore(0, position, loaded.parts)
     say("restored from disk", same(truth, hand.state(0)))
     stage.close(0)
     stage.check()
+    stage.stop()
 
     small = Hand(shape, device, 12, 24)
     small.run(0, 10 * PAGE)
@@ -167,6 +170,7 @@ def check(shape: str, device: torch.device) -> bool:
     small.stage.pool.bring_back(small.stage._tables[0])
     kv = len(truth) - len(small.stage.pool.kv)
     say(f"{gone} of 10 pages went away and came back", gone == 10 and same(truth[kv:], small.state(0)[kv:]))
+    small.stage.stop()
     return good
 
 
@@ -185,18 +189,42 @@ def milliseconds(device: torch.device, what: Callable[[], object]) -> tuple[floa
     return (returned - start) * 1e3, (time.perf_counter() - start) * 1e3
 
 
+class Longest:
+    """The longest time between two launches of something small, as decode steps would be, while a capture goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._small = torch.zeros(1024, device=device)
+
+    def after(self, capture: Callable[[], list[Part]]) -> tuple[float, float, float]:
+        """Milliseconds: the call, then the longest of the launches, and until its copies are complete."""
+        start = last = time.perf_counter()
+        parts = capture()
+        took, longest = time.perf_counter() - start, 0.0
+        last = time.perf_counter()
+        while not are_complete(parts):
+            self._small.add_(1)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+        return took * 1e3, longest * 1e3, (last - start) * 1e3
+
+
 def timings(shape: str, device: torch.device, tokens: int) -> dict[str, float]:
     hand = Hand(shape, device, tokens // PAGE + 2)
     stage, captures = hand.stage, list[float]()
-    kept: list[list[Part]] = []  # as the RAM tier keeps them: nothing pinned is used twice
+    if stage.slabs is not None:
+        stage.slabs.spare = lambda: 2 << 30  # as a RAM tier with so much left would say
+    pause = PREFILL if device.type == "cuda" else 0.0
+    kept: list[list[Part]] = []  # as the RAM tier keeps them
     for end in range(CHUNK, tokens + 1, CHUNK):
         hand.run(0, end)
-        time.sleep(PREFILL if device.type == "cuda" else 0.0)
+        time.sleep(pause)
         captures.append(milliseconds(device, lambda: kept.append(stage.capture(0)))[0])
-    time.sleep(PREFILL if device.type == "cuda" else 0.0)
+    time.sleep(pause)
     again = milliseconds(device, lambda: stage.capture(0))[0]
-    parts = kept[-1]
-    snapshot = snapshot_of(tokens, parts)
+    snapshot = snapshot_of(tokens, kept[-1])
     truth = hand.state(0)
 
     def restore(parts: tuple[Part, ...]) -> float:
@@ -210,10 +238,11 @@ def timings(shape: str, device: torch.device, tokens: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         id = save(folder, snapshot)
         for _ in range(LOADS):
-            loaded, took = load(folder, id)
+            loaded, took = load(folder, id, stage.slabs)
             loads.append(took)
             disk.append(restore(loaded.parts))
             assert same(truth, hand.state(1)), "what was restored from disk is what was captured"
+    stage.stop()
     pages = sum(layer[: tokens // PAGE].nbytes for layer in stage.pool.kv)
     print(f"{tokens} tokens: pages {pages / 1e6:.0f} MB, the rest {snapshot.own_bytes / 1e6:.0f} MB")
     print(f"capture of {CHUNK} new tokens, until it returns: median {statistics.median(captures):.2f} ms", end=", ")
@@ -231,14 +260,45 @@ def timings(shape: str, device: torch.device, tokens: int) -> dict[str, float]:
     }
 
 
+def long_captures(shape: str, device: torch.device, tokens: int) -> dict[str, float]:
+    """Of whole prompts at once: before there is a stock, then in memory that the one before gave back."""
+    hand = Hand(shape, device, tokens // PAGE + 2)
+    stage, longest, figures = hand.stage, Longest(device), dict[str, float]()
+    if stage.slabs is not None:
+        stage.slabs.spare = lambda: 2 << 30
+    longest.after(lambda: [])
+    for name in ("dry", "again", "third"):
+        hand.run(0, tokens)
+        truth = hand.state(0)
+        parts: list[Part] = []
+
+        def capture(parts: list[Part] = parts) -> list[Part]:
+            parts += stage.capture(0)
+            return parts
+
+        took, gap, complete = longest.after(capture)
+        print(f"capture of {tokens} new tokens, {name}: returns after {took:.2f} ms", end="")
+        print(f", complete after {complete:.0f} ms; launches meanwhile take {gap:.2f} ms at most", flush=True)
+        stage.close(0)
+        stage.restore(1, tokens, parts)
+        assert same(truth, hand.state(1)), "what was restored is what was captured"
+        stage.close(1)
+        figures |= {f"long_capture_{name}_ms": round(took, 2), f"long_capture_{name}_gap_ms": round(gap, 2)}
+    stage.stop()
+    return figures
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3.6-35b-a3b", choices=SHAPES)
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
     options = parser.parse_args()
+    gc.collect()
+    gc.freeze()  # as the server does
     good = check(options.shape, options.device)
     figures = timings(options.shape, options.device, options.tokens)
+    figures |= long_captures(options.shape, options.device, options.tokens)
     print(json.dumps({"ok": good, **figures, "goals": GOALS}))
     return int(not good)
 

@@ -18,11 +18,14 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_bytes(text: str, setting: str) -> int:
-    """'24GiB', '512MB', '1.5G', '4096' → bytes. G and GiB are 2^30, GB is 10^9."""
+    """'24GiB', '512MB', '1.5G', '4096B' → bytes. G and GiB are 2^30, GB is 10^9. Only 0 needs no unit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?(?:iB|B)?)", text.strip())
     if match is None or match[2] not in _UNITS:
-        raise BadConfig(f"{setting}: '{text}' is not a size; write for instance 24GiB, 512MiB or 4096")
-    return int(float(match[1]) * _UNITS[match[2]])
+        raise BadConfig(f"{setting}: '{text}' is not a size; write for instance 24GiB, 512MiB or 4096B")
+    count = float(match[1])
+    if count and not match[2]:
+        raise BadConfig(f"{setting}: '{text}' has no unit; write {text}GiB, {text}MiB or {text}B")
+    return int(count * _UNITS[match[2]])
 
 
 def show_bytes(count: float) -> str:

@@ -7,6 +7,7 @@ RekindleError                  show its message to the user; the base of all
 ├── PromptTooLong              prompt + answer do not fit the context                          → 400
 ├── QueueFull                  the bounded queue is full; try again later                      → 429
 ├── DoesNotFit                 the plan cannot place the model in the budgets given
+├── PoolFull                   no KV page is free; the engine lets the request wait, no client sees it
 ├── SnapshotMismatch           a snapshot and the stage that should take it disagree
 ├── BadSnapshotFile            a file of the disk tier is truncated, altered or foreign
 ├── StageLost                  a shard died or missed its deadline                             → 503
@@ -48,6 +49,10 @@ class QueueFull(RekindleError):
 
 class DoesNotFit(RekindleError):
     """The model, or the least it needs to run, does not fit the budgets given."""
+
+
+class PoolFull(RekindleError):
+    """No page of the KV pool is free. The engine lets the sequence wait, so it never reaches a client."""
 
 
 class SnapshotMismatch(RekindleError):

@@ -186,7 +186,13 @@ class PaperStatus:
     broken: str | None = None
     cache: PaperCache = field(default_factory=PaperCache)
     work: dict[str, int] = field(
-        default_factory=lambda: {"step:recorded": 70, "experts:ring and cpu": 40, "pages:out": 5, "swaps:": 2}
+        default_factory=lambda: {
+            "step:recorded": 70,
+            "experts:ring and cpu": 40,
+            "pages:out": 5,
+            "slabs:late": 6,
+            "swaps:": 2,
+        }
     )
 
 

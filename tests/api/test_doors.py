@@ -100,6 +100,7 @@ def test_metrics_count_what_happened(fresh_house):
         'rekindle_steps_total{how="recorded"} 70.0',
         'rekindle_expert_layers_total{way="ring and cpu"} 40.0',
         'rekindle_page_moves_total{how="out"} 5.0',
+        'rekindle_slabs_total{how="late"} 6.0',
         "rekindle_expert_swaps_total 2.0",
     } <= page
 

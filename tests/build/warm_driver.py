@@ -47,9 +47,10 @@ def other_steps(stage: LocalStage) -> Iterator[None]:
         yield
 
 
-def launches_of(path: Path) -> tuple[list[Launch], list[Launch]]:
-    """Those of the rehearsal, and those that only other steps need."""
+def launches_of(path: Path) -> tuple[list[Launch], list[Launch], list[Launch]]:
+    """Those of the rehearsal, those that only other steps need, and those that only cold experts need."""
     rehearse, rehearsed = paper.rehearse, list[int]()
+    rehearse_cold, warm = paper.rehearse_cold, list[int]()
     found = list[Launch]()
 
     def with_others(stage: LocalStage) -> Iterator[str]:
@@ -59,15 +60,19 @@ def launches_of(path: Path) -> tuple[list[Launch], list[Launch]]:
         for _ in other_steps(stage):
             yield "another"
 
-    paper.rehearse = with_others
+    def noting_where(*layer: Any) -> None:
+        warm.append(len(found))
+        rehearse_cold(*layer)
+
+    paper.rehearse, paper.rehearse_cold = with_others, noting_where
     file = open_weights(path)
     kv = ("bf16", "exact", "qk")
-    order = WarmOrder(str(path), (0, file.spec.layers), "cuda:0", "bfloat16", 8, kv, HOPPER, "", 1)
+    order = WarmOrder(str(path), (0, file.spec.layers), "cuda:0", "bfloat16", 8, kv, HOPPER, "", 1, (4, 3))
     with torch.inference_mode():
         for launch in paper.needed_launches(file, order):
             found.append(launch)
-    more = [launch for launch in found[rehearsed[0] :] if "sampling" not in launch.module]
-    return found[: rehearsed[0]], more
+    cold = [launch for launch in found[warm[0] :] if "sampling" not in launch.module]
+    return found[: rehearsed[0]], found[rehearsed[0] : warm[0]], cold
 
 
 def twins(launches: list[Launch]) -> list[str]:
@@ -109,12 +114,14 @@ def cache_hits() -> list[bool]:
 def main(folder: Path) -> None:
     path = write_synthetic(folder / "tiny-moe.gguf", "tiny-moe")
     with paper_gpu():
-        needed, more = launches_of(path)
+        needed, more, cold = launches_of(path)
         found = {
             "kernels": [launch.kernel for launch in needed],
             "distinct": len(set(needed)),
             "twins": twins(needed),
             "more": [f"{launch.kernel} {launch.data}" for launch in more],
+            "cold": [launch.kernel for launch in cold],
+            "cold twins": twins(cold),
             "hits": cache_hits(),
         }
     print(json.dumps(found))

@@ -11,10 +11,10 @@ from test_bad_moments import Faulty
 
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Failed, FinishReason
-from rekindle.errors import PromptTooLong
+from rekindle.errors import PoolFull, PromptTooLong
 from rekindle.prefix import PrefixCache
 from rekindle.prompt import BoundaryKind, Prompt
-from rekindle.stages import Pipeline, PoolFull
+from rekindle.stages import Pipeline
 
 KNOWN = Prompt(random_tokens(150, 1))
 OTHER = Prompt(random_tokens(200, 2))

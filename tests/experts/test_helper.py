@@ -108,7 +108,8 @@ def drawn(rows: int, seed: int) -> Tensor:
 
 
 def close(have: Tensor, want: Tensor) -> bool:
-    return bool((have - want).norm() < 1e-5 * want.norm())
+    """The crew takes x and inner values in 16-bit numbers: off by a twentieth of what the device's bfloat16 is."""
+    return bool((have - want).norm() < 1e-3 * want.norm())
 
 
 @pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_K", "Q6_K", "Q4_K"), ("Q6_K", "Q4_K", "Q5_K")])

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from rekindle.experts import packed
 from rekindle.experts.cost import CostModel
@@ -19,6 +21,7 @@ from rekindle.experts.stored import StoredExperts, StoredPart
 from rekindle.kernels.matmul.packing import FORMATS, pack, packed_bytes
 from rekindle.kernels.matmul.types import Matrix
 from rekindle.kernels.moe import ExpertStack, SharedExpert, moe, route
+from rekindle.kernels.moe.bring import bring_part
 from rekindle.placement import LayerSizes, reserve
 
 CPU = torch.device("cpu")
@@ -108,7 +111,7 @@ def test_a_ring_step_gives_the_very_bits_of_all_hot(up: str) -> None:
     h = drawn(1, 0)
     assert torch.equal(experts.forward(h), layer.expected(h))
     assert experts.can_record(1)
-    assert not experts.can_record(packed.PackedWeights.portions + 1)
+    assert not experts.can_record(packed.TURNS + 1)
 
 
 def test_the_host_gives_what_all_hot_gives_and_fills_the_ring(layer: Layer) -> None:
@@ -178,3 +181,33 @@ def test_costs_are_measured_without_touching_a_slot(layer: Layer) -> None:
     assert cost.link > 0
     assert cost.host_expert >= 0
     assert min(cost.host_call, cost.host_pair, cost.device_pair) >= 0
+
+
+@triton.jit
+def _bring_kernel(pieces, count, place, slot, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    bring_part(pieces, count, tl.program_id(0), place, slot, WORDS)
+
+
+def test_the_programs_of_gate_and_up_bring_an_expert_whole_and_nothing_else() -> None:
+    weights = PackedWeights(Layer().stored, Residency([2, 0], 3, EXPERTS, CPU), CPU)
+    before = [[plane.clone() for plane in packed._by_expert(stack)] for stack in weights.stacks]
+    parts = packed.make_parts(weights.host_stacks, weights.stacks, CPU)
+    assert parts is not None
+    programs, count, _ = parts.pieces.shape
+    assert programs == WIDTH // 16
+    _bring_kernel[(programs,)](parts.pieces, count, 4, 3, WORDS=parts.words)  # from place 4 to slot 3
+    for stack, source, old in zip(weights.stacks, weights.host_stacks, before, strict=True):
+        for here, there, was in zip(packed._by_expert(stack), packed._by_expert(source), old, strict=True):
+            assert torch.equal(here[3], there[4])
+            assert torch.equal(here[[0, 1, 2, 4]], was[[0, 1, 2, 4]])
+
+
+def test_every_program_brings_the_very_rows_that_it_multiplies() -> None:
+    weights = PackedWeights(Layer().stored, Residency([2, 0], 3, EXPERTS, CPU), CPU)
+    parts = packed.make_parts(weights.host_stacks, weights.stacks, CPU)
+    assert parts is not None
+    _bring_kernel[(1,)](parts.pieces, parts.pieces.shape[1], 4, 3, WORDS=parts.words)  # the first program alone
+    for stack, source in zip(weights.stacks[:2], weights.host_stacks[:2], strict=True):
+        for here, there in zip(packed._by_expert(stack), packed._by_expert(source), strict=True):
+            assert torch.equal(here[3, :16], there[4, :16])
+            assert not here[3, 16:].any()

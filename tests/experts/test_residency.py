@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rekindle.experts import triton as on_device
 from rekindle.experts.residency import Residency
+from rekindle.kernels.moe import route
 
 CPU = torch.device("cpu")
 EXPERTS = 12
@@ -114,3 +115,25 @@ def test_the_kernel_does_what_the_definition_says(hot: set[int], ring: int, aske
             assert torch.equal(want, have), f"{name}: {want.tolist()} against {have.tolist()}"
         plain.check()
         assert sorted(plain.table[some[0].long()].tolist()) == sorted(slots.flatten().tolist())
+
+
+def test_a_row_that_is_chosen_and_admitted_in_one_launch_finds_the_same() -> None:
+    used, hidden, hot = 3, 32, [2, 9, 4]
+    plain, fast = (Residency(hot, 5, EXPERTS, CPU) for _ in range(2))
+    router = torch.randn(EXPERTS, hidden, generator=torch.Generator().manual_seed(0))
+    places = torch.tensor([-1 if expert in hot else 100 + expert for expert in range(EXPERTS)], dtype=torch.int32)
+    counted, counted_fast = tally(), tally()
+    for seed in range(12):
+        h = torch.randn(1, hidden, generator=torch.Generator().manual_seed(seed))
+        ids, weights = route(h, router, used)
+        slots, load = plain.admit(ids, counted)
+        found = on_device.route_row(h, router, used, fast, counted_fast, places)
+        assert torch.equal(found[0], slots)
+        assert torch.equal(found[1], torch.where(torch.isin(ids, load), ids + 100, -1))
+        assert torch.allclose(found[2], weights)
+        for want, have in zip(
+            (plain.table, plain.owner, plain.used_at, plain.step, counted),
+            (fast.table, fast.owner, fast.used_at, fast.step, counted_fast),
+            strict=True,
+        ):
+            assert torch.equal(want, have)

@@ -6,7 +6,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.pool.choice import SINK, TAIL, choose, deciding_row, key_directions, score_pages
+from rekindle.pool.choice import (
+    LEAD,
+    SINK,
+    TAIL,
+    Noted,
+    Queries,
+    choose,
+    deciding_row,
+    key_directions,
+    score_pages,
+)
 from rekindle.spec import PAGE
 
 
@@ -27,12 +37,30 @@ def test_the_best_scores_win_and_without_scores_the_latest() -> None:
     assert choose(10, 10, scores) == tuple(range(10))
 
 
-def test_the_deciding_row_is_the_last_of_a_chunk_and_of_a_page() -> None:
-    # prefill [100, 612); decode at 62, 63, 64; verify [60, 76)
+def test_the_deciding_row_is_the_last_of_a_chunk_and_lies_before_the_end_of_a_page() -> None:
+    # prefill [100, 612); decode at 54, 55, 56; verify [50, 66), [60, 76), [100, 164)
+    assert (PAGE, LEAD) == (64, 8)
     assert deciding_row(100, 612, rewindable=False) == 511
-    assert [deciding_row(p, p + 1, rewindable=False) for p in (62, 63, 64)] == [None, 0, None]
-    assert deciding_row(60, 76, rewindable=True) == 3
-    assert deciding_row(64, 80, rewindable=True) is None
+    assert [deciding_row(p, p + 1, rewindable=False) for p in (54, 55, 56)] == [None, 0, None]
+    assert deciding_row(50, 66, rewindable=True) == 5
+    assert deciding_row(60, 76, rewindable=True) is None
+    assert deciding_row(100, 164, rewindable=True) == 19
+
+
+@given(position=st.integers(0, 300), rows=st.lists(st.integers(1, PAGE), min_size=1, max_size=12))
+def test_rows_in_blocks_leave_the_queries_that_single_rows_leave(position: int, rows: list[int]) -> None:
+    def run(queries: Queries, start: int, end: int) -> Queries:
+        row = deciding_row(start, end, rewindable=True)
+        noted = None if row is None else Noted(start + row, torch.tensor(float(start + row)))
+        return queries.behind_rows(start, end, noted)
+
+    blocks = single = Queries(torch.tensor(-1.0))
+    for count in rows:
+        blocks = run(blocks, position, position + count)
+        for at in range(position, position + count):
+            single = run(single, at, at + 1)
+        position += count
+        assert (blocks.now, blocks.next) == (single.now, single.next)
 
 
 def test_a_score_is_the_best_heads_cosine_averaged_over_layers() -> None:
@@ -50,9 +78,16 @@ def test_a_score_is_the_best_heads_cosine_averaged_over_layers() -> None:
 
 
 def test_key_directions_are_of_the_mean_key() -> None:
-    pages = [torch.randn(2, PAGE, 2, 8) for _ in range(3)]
-    directions = key_directions(pages)
-    assert directions.shape == (3, 2, 8)
-    torch.testing.assert_close(directions[1, 0].float().norm(), torch.tensor(1.0), atol=1e-3, rtol=0)
-    cosine = torch.cosine_similarity(directions[2, 1].float(), pages[2][0, :, 1].mean(0), dim=0)
+    keys = torch.randn(3, 5, PAGE, 2, 8)  # of 5 pages in 3 layers
+    directions = key_directions(keys)
+    assert directions.shape == (5, 3, 2, 8)
+    torch.testing.assert_close(directions[4, 1, 0].float().norm(), torch.tensor(1.0), atol=1e-3, rtol=0)
+    cosine = torch.cosine_similarity(directions[4, 2, 1].float(), keys[2, 4, :, 1].mean(0), dim=0)
     assert float(cosine) > 0.999
+
+
+def test_a_page_has_the_same_direction_whoever_is_beside_it() -> None:
+    keys = torch.randn(3, 7, PAGE, 2, 32)
+    together = key_directions(keys)
+    for page in range(7):
+        assert torch.equal(key_directions(keys[:, page : page + 1])[0], together[page])

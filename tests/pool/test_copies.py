@@ -1,31 +1,28 @@
 from __future__ import annotations
 
-import logging
 import threading
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
-import numpy as np
 import pytest
 import torch
 
 from rekindle.placement import reserve
 from rekindle.pool import copies as copying
 from rekindle.pool.copies import (
-    EDGE,
+    AT_ONCE,
     RING,
-    Cuts,
+    WAITING,
     HostCopies,
-    Slabs,
     Uploads,
-    copy_all,
     cut,
     in_groups,
     in_one_piece,
     size_of,
 )
-from rekindle.pool.pages import AT_ONCE, PagePool
-from rekindle.snapshots.types import Page
+from rekindle.pool.homes import Homes
+from rekindle.pool.pages import PagePool
+from rekindle.snapshots.slabs import EDGE, SLAB, Slab, Slabs
+from rekindle.snapshots.types import Page, Ready
 from rekindle.spec import PAGE
 
 
@@ -48,23 +45,13 @@ def test_tensors_that_lie_anywhere_are_one_too() -> None:
 
 def test_on_a_cpu_nothing_is_waited_for() -> None:
     copies = HostCopies(torch.device("cpu"), 0)
-    (rows,) = copies.take_rows([torch.ones(3, 2)])
-    assert [row.tolist() for row in rows] == [[1, 1]] * 3
+    layers = [torch.randn(4, 2, 3), torch.randn(4, 2, 3)]
+    columns = copies.take_pages(layers, [3, 1])
+    for column, place in zip(columns, (3, 1), strict=True):
+        assert [page.data.tolist() for page in column] == [layer[place].tolist() for layer in layers]
+    layers[0].zero_()
+    assert all(bool(page.data.any()) for column in columns for page in column), "copies, not views"
     assert copies.ready() is None
-
-
-def test_what_is_cut_from_slabs_never_overlaps_and_begins_on_an_edge() -> None:
-    slabs = Slabs(2, 4 * EDGE, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))  # pinned or not is all the same
-    cuts = Cuts(slabs)
-    shapes = [(3,), (2, 40), (0, 7), (300,), (EDGE,), (1,), (64, 3), (5 * EDGE,)]
-    cut = [cuts.like(torch.empty(shape, dtype=torch.float32)) for shape in shapes]
-    slabs.stop()
-    for number, tensor in enumerate(cut):
-        tensor.fill_(number)
-    assert [tuple(tensor.shape) for tensor in cut] == shapes
-    assert all(bool((tensor == number).all()) for number, tensor in enumerate(cut))
-    assert all(tensor.storage_offset() * 4 % EDGE == 0 for tensor in cut)
-    assert cut[0].untyped_storage().data_ptr() == cut[1].untyped_storage().data_ptr()  # small ones share a slab
 
 
 def mixed() -> list[torch.Tensor]:
@@ -75,7 +62,7 @@ def mixed() -> list[torch.Tensor]:
     return [*states[:3], pages[1, :, :5], pages[2, :, :0], torch.randn(3, 17, generator=draw), *states[3:]]
 
 
-def test_what_was_set_apart_in_one_buffer_is_bit_for_bit_what_it_was() -> None:
+def test_groups_keep_the_order_and_their_size() -> None:
     tensors = mixed()
     for most in (1, 5 * EDGE, 1 << 20):
         groups = list(in_groups(tensors, most))
@@ -83,18 +70,10 @@ def test_what_was_set_apart_in_one_buffer_is_bit_for_bit_what_it_was() -> None:
         assert all(size_of(group) <= most or len(group) == 1 for group in groups)
         for group in groups:
             buffer = torch.full((size_of(group),), 255, dtype=torch.uint8)
-            copy_all(cut(buffer, group), group)
+            for place, tensor in zip(cut(buffer, group), group, strict=True):
+                place.copy_(tensor)
             for place, tensor in zip(cut(buffer.clone(), group), group, strict=True):
                 assert place.dtype == tensor.dtype and torch.equal(place, tensor)
-
-
-def test_a_capture_does_not_feel_what_is_written_after_it() -> None:
-    tensors = mixed()
-    truth = [tensor.clone() for tensor in tensors]
-    taken = HostCopies(torch.device("cpu"), 0).take_live(tensors)
-    for tensor in tensors:
-        tensor.zero_()
-    assert all(torch.equal(a, b) for a, b in zip(taken, truth, strict=True))
 
 
 class PaperStream:
@@ -158,37 +137,43 @@ def test_a_restore_that_fails_halfway_loses_no_slab(small_slabs: list[torch.Tens
     assert all(torch.equal(a, b) for a, b in zip(moved, tensors, strict=True))
 
 
-class Given:
-    """Slabs that are given out, and how many of them are still held."""
+class PaperDevice:
+    """The stream of the copies to the host: they are made when somebody waits."""
 
     def __init__(self) -> None:
-        self._held: list[weakref.ref[np.ndarray]] = []
+        self.work: list[Callable[[], None]] = []
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        memory = np.zeros(nbytes, dtype=np.uint8)
-        self._held.append(weakref.ref(memory))
-        return torch.from_numpy(memory)
+    def wait(self) -> None:
+        for do in self.work:
+            do()
+        self.work.clear()
 
-    def __len__(self) -> int:
-        return sum(memory() is not None for memory in self._held)
+    @property
+    def done(self) -> bool:
+        return not self.work
 
 
 class PaperGpu(HostCopies):
-    """Says of a CPU that it is a GPU, as far as slabs are concerned."""
+    """Says of a CPU that it is a GPU. Copies to the host begin late, as on a stream that has other work."""
 
-    def __init__(self, made: list[torch.Tensor], given: Given | None = None) -> None:
+    def __init__(self, made: list[torch.Tensor], slabs: Slabs | None = None) -> None:
         super().__init__(torch.device("cpu"), 0)
-        self._use(Slabs(1, copying.SLAB, (Given() if given is None else given).allocate), PaperStream)
+        self.device = PaperDevice()
+        self._use(slabs or Slabs(size=copying.SLAB, pin=lambda address, nbytes: lambda: None))
         self._uploads = uploads(PaperStream(), made)
 
-    @property
-    def pinned(self) -> bool:
-        return True
+    def _after_current(self) -> Callable[[], object]:
+        return lambda: None
 
-    def _copy(self, runs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
-        for its_runs, tensor in zip(runs, tensors, strict=True):
-            for run, rows in zip(its_runs, tensor.split([len(run) for run in its_runs]), strict=True):
-                run.copy_(rows)
+    def _on_stream(self, hand_over: Callable[[], None], begin: Callable[[], object]) -> Ready:
+        self.device.work.append(hand_over)
+        return self.device
+
+    def _follow_copies(self) -> None:
+        self.device.wait()
+
+    def _passed(self) -> Ready:
+        return self.device
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["as read from disk", "as come over a link"])
@@ -218,85 +203,232 @@ def test_states_that_are_not_pinned_come_up_bit_for_bit(small_slabs: list[torch.
 
 
 def test_what_the_plan_reserves_is_what_the_pool_takes() -> None:
-    assert (reserve.SLAB, reserve.CAPTURED_PAGES) == (copying.SLAB, AT_ONCE)
-    assert reserve.STAGING_SLABS == RING + 3  # the two that are cut, and the one that waits for room in the stock
+    assert (reserve.SLAB, reserve.CAPTURED_PAGES) == (SLAB, AT_ONCE)
+    assert reserve.STAGING_SLABS == RING + 3  # the two that are cut, and the one that is made for the stock
 
 
-# Slabs
+# Captures
 
 
-@pytest.mark.parametrize("pages", [1, 33, 63, 64, 65])
-def test_pages_of_many_layers_fill_every_slab(pages: int) -> None:
-    given, layers = Given(), 6
-    slabs = Slabs(1, 64 * EDGE, given.allocate)
-    slabs.stop()  # without a stock, what is held is what was cut
-    cuts = Cuts(slabs)
-    runs = [cuts.rows(torch.empty(pages, EDGE, dtype=torch.uint8)) for _ in range(layers)]
-    assert [sum(map(len, its_runs)) for its_runs in runs] == [pages] * layers
-    assert len(given) == -(-layers * pages // 64)
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_capture_does_not_feel_what_is_written_after_it(small_slabs: list[torch.Tensor], gpu: bool) -> None:
+    copies = PaperGpu(small_slabs) if gpu else HostCopies(torch.device("cpu"), 0)
+    tensors = mixed()
+    truth = [tensor.clone() for tensor in tensors]
+    taken = copies.take_live(tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    copies.join()
+    assert [tensor.dtype for tensor in taken] == [tensor.dtype for tensor in truth]
+    assert all(torch.equal(a, b) for a, b in zip(taken, truth, strict=True))
+    assert all(tensor.is_contiguous() for tensor in taken)
 
 
-def test_a_row_larger_than_a_slab_lies_alone() -> None:
-    slabs = Slabs(1, 4 * EDGE, Given().allocate)
-    slabs.stop()
-    runs = Cuts(slabs).rows(torch.empty(3, 5 * EDGE, dtype=torch.uint8))
-    assert [tuple(run.shape) for run in runs] == [(1, 5 * EDGE)] * 3
+def filled_pool(pages: int, layers: int = 3) -> tuple[PagePool, torch.Tensor]:
+    """A pool whose places hold other numbers each: [layers, places + 1, 2, PAGE, 1, 2]."""
+    pool = PagePool(pages, layers, 1, 2, torch.bfloat16, torch.device("cpu"), host_pages=pages)
+    data = torch.randn(layers, pages + 1, 2, PAGE, 1, 2).to(torch.bfloat16)
+    for layer, values in zip(pool.kv, data, strict=True):
+        layer.copy_(values)
+    return pool, data
+
+
+def all_equal(columns: Iterable[tuple[Page, ...]], data: torch.Tensor, places: Iterable[int]) -> bool:
+    pairs = zip(columns, places, strict=True)
+    return all(torch.equal(torch.stack([page.data for page in column]), data[:, place]) for column, place in pairs)
+
+
+@pytest.mark.parametrize("pages", [1, 63, 64, 65, 200])
+def test_pages_arrive_bit_for_bit_with_their_layers_behind_each_other(
+    small_slabs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, pages: int
+) -> None:
+    monkeypatch.setattr(copying, "SLAB", 10 * 3 * 2 * PAGE * 4)  # ten pages of three layers
+    pool, data = filled_pool(pages)
+    copies = PaperGpu(small_slabs)
+    places = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).tolist()
+    columns = copies.take_pages(pool.kv, places)
+    ready = copies.ready()
+    assert ready is not None
+    assert not ready.done
+    ready.wait()
+    assert all_equal(columns, data, places)
+    assert len({page.slab for column in columns for page in column}) == -(-pages // 10)
+    assert all(
+        in_one_piece([page.data for page in column]).data_ptr() == column[0].data.data_ptr() for column in columns
+    )
+
+
+def test_captured_pages_come_back_by_their_addresses(small_slabs: list[torch.Tensor]) -> None:
+    pool, data = filled_pool(12)
+    pool.copies = copies = PaperGpu(small_slabs)
+    pool.homes = Homes(pool.kv, pool.total)
+    places = [7, 2, 11, 3]
+    columns = copies.take_pages(pool.kv, places)
+    copies.join()
+    for layer in pool.kv:
+        layer.zero_()
+    table = pool.new_table()
+    table.pages += [pool.adopt(column) for column in columns]
+    table.position = 4 * PAGE
+    assert all(page.berth is not None for page in table.pages)
+    pool.tick([table])
+    pool.bring_back(table)
+    for page, place in zip(table.pages, places, strict=True):
+        assert torch.equal(torch.stack(pool.all_data(page)), data[:, place])
+
+
+def test_a_place_is_written_again_only_after_it_was_copied(small_slabs: list[torch.Tensor]) -> None:
+    pool, data = filled_pool(5)
+    pool.copies = PaperGpu(small_slabs)
+    table = pool.new_table()
+    pool.extend(table, 5 * PAGE)
+    table.position = 5 * PAGE
+    places = [page.place for page in table.pages if page.place is not None]
+    columns = pool.export(table.pages[:4])
+    pool.truncate(table, 3 * PAGE + 7)  # opens the last page that is copied: its rows are written next
+    for layer in pool.kv:
+        layer.zero_()
+    assert all_equal(columns, data, places[:4])
+    columns = pool.export(table.pages[:3])
+    assert all_equal(columns, data, places[:3])  # they were made above
+
+
+def test_a_closed_table_gives_its_places_away_only_after_they_were_copied(small_slabs: list[torch.Tensor]) -> None:
+    pool, data = filled_pool(4)
+    pool.copies = PaperGpu(small_slabs)
+    table = pool.new_table()
+    pool.extend(table, 4 * PAGE)
+    places = [page.place for page in table.pages if page.place is not None]
+    columns = pool.export(table.pages)
+    pool.clear(table)
+    for layer in pool.kv:
+        layer.zero_()
+    assert all_equal(columns, data, places)
+
+
+class Slow(Slab):
+    """Memory that the system gives when it is told to."""
+
+    given = threading.Event()
+
+    def make(self) -> None:
+        assert Slow.given.wait(30)
+        super().make()
+
+
+def test_a_capture_does_not_wait_for_memory(small_slabs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rekindle.snapshots.slabs.Slab", Slow)
+    Slow.given.clear()
+    pool, data = filled_pool(70)
+    copies = PaperGpu(small_slabs)
+    states = [torch.randn(7, 9), torch.randn(50)]
+    truth = [state.clone() for state in states]
+    columns, own = copies.take_pages(pool.kv, range(70)), copies.take_live(states)
+    for state in states:
+        state.zero_()
+    ready = copies.ready()
+    assert ready is not None
+    assert not ready.done
+    assert not any(page.pinned for column in columns for page in column), "no GPU can read what is not made"
+    Slow.given.set()
+    ready.wait()
+    copies.device.wait()
+    assert all_equal(columns, data, range(70))
+    assert all(torch.equal(a, b) for a, b in zip(own, truth, strict=True))
+    assert all(page.pinned for column in columns for page in column)
+    copies.stop()
+
+
+def test_captures_without_memory_wait_once_the_device_holds_enough_of_them(
+    small_slabs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rekindle.snapshots.slabs.Slab", Slow)
+    Slow.given.clear()
+    copies = PaperGpu(small_slabs)
+    taken = [copies.take_live([torch.full((200,), float(n))]) for n in range(WAITING)]
+    capture = threading.Thread(target=lambda: taken.append(copies.take_live([torch.full((200,), -1.0)])))
+    capture.start()
+    capture.join(0.05)
+    assert capture.is_alive()
+    Slow.given.set()
+    capture.join()
+    copies.join()
+    assert [int(own[0][0]) for own in taken] == [*range(WAITING), -1]
+    copies.stop()
+
+
+def test_copies_keep_their_order_though_the_first_wait_for_memory(
+    small_slabs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rekindle.snapshots.slabs.Slab", Slow)
+    Slow.given.set()
+    copies = PaperGpu(small_slabs)
+    copies.take_live([torch.zeros(8)])
+    first = copies.ready()
+    assert first is not None
+    first.wait()
+    handed_over: list[str] = []
+    Slow.given.clear()
+    late, ready = copies.slabs.take(EDGE), copies._own.cut(EDGE)  # type: ignore[union-attr]
+    copies._copy([late], lambda: handed_over.append("late"))
+    copies._copy([ready], lambda: handed_over.append("ready"))
+    Slow.given.set()
+    copies.join()
+    assert handed_over == ["late", "ready"]
+    copies.stop()
+
+
+class Busy(PaperGpu):
+    """Knows of what it was told to copy no more than addresses."""
+
+    def _on_stream(self, hand_over: Callable[[], None], begin: Callable[[], object]) -> Ready:
+        hand_over()
+        return super()._on_stream(lambda: None, begin)
+
+
+def test_memory_is_not_used_again_while_the_device_may_read_or_write_it(small_slabs: list[torch.Tensor]) -> None:
+    copies = Busy(small_slabs)
+    assert copies.slabs is not None
+    copies.slabs.spare = lambda: 1 << 30
+    taken = copies.take_live([torch.ones(30)])
+    ready = copies.ready()
+    del taken  # nobody wants the capture any more
+    assert copies.slabs.idle_bytes == 0
+    assert ready is not None
+    ready.wait()
+    copies._thread.submit(int).result()  # it has let go of the work before
+    copies.let_go()
+    assert copies.slabs.idle_bytes == 4 * EDGE
+
+    source = torch.from_numpy(copies.slabs.take(1).memory)
+    assert copies.slabs.idle_bytes == 0
+    copies.device.work.append(lambda: None)
+    copies.hold(source)
+    copies.let_go()
+    del source
+    assert copies.slabs.idle_bytes == 0
+    copies.device.wait()
+    copies.let_go()
+    assert copies.slabs.idle_bytes == 4 * EDGE
 
 
 def test_own_parts_give_their_slabs_back_while_the_pages_beside_them_live(small_slabs: list[torch.Tensor]) -> None:
-    given = Given()
-    copies = PaperGpu(small_slabs, given)
-    copies.stop()
-    states, pages = torch.randn(2, 3 * EDGE // 4), torch.randn(3, EDGE // 4)  # a slab holds one state, or four pages
+    pool, data = filled_pool(15, 1)
+    copies = PaperGpu(small_slabs)
+    assert copies.slabs is not None
+    copies.slabs.spare = lambda: 1 << 30
+    states = torch.randn(2, 3 * EDGE // 4)  # a slab holds one state, or two pages
     held = []
-    for _ in range(5):
+    for start in range(0, 15, 3):
         own = copies.take_live(list(states))
-        held += copies.take_rows([pages])
+        held += copies.take_pages(pool.kv, range(start, start + 3))
+        copies.join()
+        copies._thread.submit(int).result()  # it has let go of the work before
+        copies.let_go()
         assert torch.equal(torch.stack(own), states)
         del own
-    assert all(torch.equal(torch.stack(rows), pages) for rows in held)
-    assert len(given) == 4 + 1  # fifteen pages, and the slab that is cut for states
-
-
-class Short:
-    """Memory that is refused a few times."""
-
-    def __init__(self, times: int) -> None:
-        self.times = times
-        self.given = threading.Event()
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        if self.times:
-            self.times -= 1
-            raise torch.OutOfMemoryError("no more pinned memory")
-        self.given.set()
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-
-def test_the_stock_asks_again_for_memory_it_was_refused(caplog: pytest.LogCaptureFixture) -> None:
-    short = Short(3)
-    with caplog.at_level(logging.WARNING):
-        slabs = Slabs(1, EDGE, short.allocate, pause=0.001)
-        assert short.given.wait(30)
-        slabs.stop()
-    assert slabs.refused == 3
-    assert [record.message for record in caplog.records] == [
-        "no pinned memory for the stock, asking again every 0.001 s: no more pinned memory"
-    ]
-
-
-@pytest.mark.parametrize("refused", [0, 1_000_000], ids=["waits for room", "waits to ask again"])
-def test_a_stock_that_is_stopped_leaves_no_thread_and_no_memory(refused: int) -> None:
-    given, short = Given(), Short(refused)
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        short.allocate(0)
-        return given.allocate(nbytes)
-
-    slabs = Slabs(2, EDGE, allocate, pause=3600)
-    slabs.stop()
-    assert not slabs._thread.is_alive()
-    assert len(given) == 0
+    assert all_equal(held, data, range(15))
+    assert copies.slabs.idle_bytes == 2 * 4 * EDGE  # of the two states, used again and again
 
 
 # Uploads that fail
@@ -323,7 +455,7 @@ def test_pages_whose_upload_fails_stay_away(small_slabs: list[torch.Tensor]) -> 
         pool.bring_back(table)
     assert [page.place for page in table.pages] == [None] * count
     assert pool.counts.page_ins == 0
-    assert (pool.places_of(table) == pool.scratch_page).all()
+    assert (pool.lay(table).places == pool.scratch_page).all()
     pool.check()
     pool.copies = PaperGpu(small_slabs)
     pool.bring_back(table)

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rekindle.batch import Segment
+from rekindle.errors import PoolFull
 from rekindle.kernels.attention import store_kv
 from rekindle.kernels.ragged import Ragged
-from rekindle.pool import KvMode, PagePool, PageTable, Policy, PoolFull, PoolReader
+from rekindle.pool import KvMode, PagePool, PageTable, Policy, PoolReader
+from rekindle.pool.choice import LEAD
 from rekindle.spec import PAGE
 
 LAYERS, KV_HEADS, HEADS, DIM = 2, 2, 4, 64
@@ -130,6 +132,50 @@ def test_pages_beyond_pool_and_host_are_refused_with_both_numbers() -> None:
     pool.check()
 
 
+def fill(layer: HandLayer, pages: int, chunk: int) -> None:
+    k, v, _, _ = haystack(pages, [])
+    for at in range(0, pages * PAGE, chunk):
+        layer.run(torch.randn(chunk, HEADS, DIM), k[at : at + chunk], v[at : at + chunk])
+
+
+@pytest.mark.parametrize("mode", ["exact", "sparse"])
+def test_where_the_pool_is_short_a_page_is_copied_as_soon_as_it_is_sealed(mode: KvMode) -> None:
+    short, roomy = HandLayer(9, 100, mode), HandLayer(50, 100, mode)
+    for layer in (short, roomy):
+        fill(layer, 40, 4 * PAGE)
+        fill(layer, 1, 1)  # a page in single rows
+    assert all(page.copies is not None for page in short.table.pages[12:]), "those sealed since the first one left"
+    assert all(page.copies is None for page in roomy.table.pages), "nobody will leave"
+
+
+def test_in_decode_pages_are_scored_once_per_page_and_some_rows_before_they_are_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = HandLayer(9, 100, "sparse")
+    fill(layer, 40, 4 * PAGE)
+    fill(layer, 1, 1)
+    scored = list[int]()
+    score = layer.reader._score
+    monkeypatch.setattr(layer.reader, "_score", lambda *of: scored.append(layer.table.position % PAGE) or score(*of))
+    before = layer.pool.counts.choices
+    fill(layer, 2, 1)
+    assert scored == [PAGE - LEAD] * 2, "behind the row that decides, and not again when its page is chosen for"
+    assert layer.pool.counts.choices == before + 2
+
+
+def test_pages_that_leave_together_are_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = HandLayer(9, 100, "exact")
+    fill(layer, 8, 4 * PAGE)
+    asked = list[int]()
+    take = layer.pool.copies.take_pages
+    monkeypatch.setattr(
+        layer.pool.copies, "take_pages", lambda kv, places: asked.append(len(places)) or take(kv, places)
+    )
+    layer.reader.prepare([Segment(0, 8 * PAGE, (0,) * (4 * PAGE))], [layer.table], rewindable=False)
+    assert asked == [3]
+    assert layer.pool.counts.page_outs == 3
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_remembered_places_are_those_of_a_fresh_look(data: st.DataObject) -> None:
@@ -158,4 +204,4 @@ def test_remembered_places_are_those_of_a_fresh_look(data: st.DataObject) -> Non
             pool.clear(table)
         for each in tables:
             fresh = [each.pages[i].place for i in each.attended()]
-            assert pool.places_of(each).tolist() == [pool.scratch_page if place is None else place for place in fresh]
+            assert pool.lay(each).places.tolist() == [pool.scratch_page if place is None else place for place in fresh]

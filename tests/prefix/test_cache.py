@@ -13,6 +13,8 @@ from paper_snapshots import FINGERPRINT, PaperModel, same
 from rekindle.prefix import Miss, PrefixCache, Tier
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.memory import MemoryStore
+from rekindle.snapshots.slabs import EDGE, Slabs
 from rekindle.snapshots.types import KvPart, Snapshot
 
 PLENTY = 1 << 30
@@ -216,6 +218,35 @@ def test_a_ram_victim_drops_to_disk_and_is_still_found(model: PaperModel, disk: 
         assert same(hit.snapshot, model.snapshot(run(50, 100 * i)))
         hit.release()
     assert set(cache.stats().evictions) == {"ram:to_disk"}
+    cache.close()
+
+
+def test_what_leaves_ram_is_the_memory_for_what_is_loaded(model: PaperModel, disk: DiskStore) -> None:
+    for i in range(6):
+        disk.save(model.snapshot(run(70, 100 * i)))
+    one = model.snapshot(run(70))
+    ram = MemoryStore(PLENTY)
+    ram.add(one)
+    disk.close()
+    slabs = Slabs(size=EDGE)
+    cache = PrefixCache(ram.bytes + ram.bytes // 2, DiskStore(disk.folder.parent, FINGERPRINT, PLENTY, slabs=slabs))
+    made = list[int]()
+    for i in range(6):
+        hit = cache.lookup(run(70, 100 * i)).hit
+        assert hit is not None
+        assert same(hit.snapshot, model.snapshot(run(70, 100 * i)))
+        hit.release()
+        del hit
+        made.append(slabs.late)
+        stats = cache.stats()
+        assert stats.ram_entries == 1
+        assert stats.ram_bytes + slabs.idle_bytes <= stats.ram_budget
+    assert made == made[:1] * 6
+    for entry in cache.entries():
+        cache.evict(entry)
+    assert slabs.idle_bytes > ram.bytes // 2
+    cache.publish(one, MESSAGE)  # in memory from elsewhere: less may lie idle now
+    assert slabs.idle_bytes <= ram.bytes // 2
     cache.close()
 
 

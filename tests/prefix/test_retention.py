@@ -173,6 +173,7 @@ def test_the_cost_of_an_eviction_does_not_grow_with_the_number_of_snapshots(shap
 def test_a_budget_smaller_than_one_snapshot_is_said_at_the_start() -> None:
     assert check_budget(100, 10_000, None) == []
     assert check_budget(100, 10_000, 10_000) == []
+    assert check_budget(100, 0, None) == []  # nothing is to be kept
     [ram] = check_budget(100, 99, 10_000)
     assert "ram" in ram
     assert "smaller than one snapshot" in ram

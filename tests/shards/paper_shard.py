@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from rekindle.batch import Batch, Wanted
-from rekindle.errors import DoesNotFit, SnapshotMismatch
+from rekindle.errors import PoolFull, SnapshotMismatch
 from rekindle.shards import ShardKeys, ShardServer, Terms, load_keys, load_public, serve_forever
 from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part
 from rekindle.spec import PAGE, Span
@@ -77,7 +77,7 @@ class PaperStage:
         if token == TORN:
             raise RuntimeError("the paper tore")
         if token == TOO_MUCH:
-            raise DoesNotFit("no page is left for slot 0")
+            raise PoolFull("no page is left for slot 0")
         if token == ENDLESS:
             self.hang.add("forward")
             self._enter("forward")

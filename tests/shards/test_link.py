@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from conftest import QUICK, Hall
+from paper_hall import QUICK, Hall
 from paper_shard import PaperStage, terms
 
 from rekindle.batch import Batch, Segment

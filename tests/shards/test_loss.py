@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import QUICK
+from paper_hall import QUICK
 from paper_shard import ENDLESS, terms
 
 from rekindle.batch import Batch, Segment

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import QUICK, Hall
+from paper_hall import QUICK, Hall
 from paper_shard import HIDDEN, POOL, TOO_MUCH, TORN, PaperStage, paper_server, terms
 
 from rekindle.batch import Batch, Segment, Wanted
-from rekindle.errors import BadFrame, DoesNotFit, LinkRefused, RekindleError, SnapshotMismatch, StageLost
+from rekindle.errors import BadFrame, LinkRefused, PoolFull, RekindleError, SnapshotMismatch, StageLost
 from rekindle.shards import RemoteStage, client, frames
 from rekindle.snapshots.types import DeltaPart, KvPart, Part
 from rekindle.spec import PAGE, Span
@@ -250,7 +250,7 @@ class CarefulStage(PaperStage):
 
     def prepare_restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
         if position > 100:
-            raise DoesNotFit(f"position {position} needs more pages than are free")
+            raise PoolFull(f"position {position} needs more pages than are free")
         self.ready = {slot: (position, parts)}
 
     def commit_restore(self, slot: int) -> None:
@@ -268,7 +268,7 @@ def test_a_stage_that_knows_two_phases_is_asked_in_two_phases(hall: Hall) -> Non
     snapshot = remote.capture(0)
     run(remote, 0, prompt(90), 90)
     remote.open(1)
-    with pytest.raises(DoesNotFit, match="position 180"):
+    with pytest.raises(PoolFull, match="position 180"):
         remote.prepare_restore(1, 180, remote.capture(0))
     remote.prepare_restore(1, 90, snapshot)
     assert 1 in stage.ready
@@ -284,9 +284,7 @@ def test_a_stage_that_knows_two_phases_is_asked_in_two_phases(hall: Hall) -> Non
 def test_an_error_of_our_tree_arrives_as_itself(hall: Hall) -> None:
     remote = hall.remote(first())
     remote.open(0)
-    with pytest.raises(
-        DoesNotFit, match=r"no page is left for slot 0 \(forward of 1 rows .* on shard ipc://.*\[0, 4\)"
-    ):
+    with pytest.raises(PoolFull, match=r"no page is left for slot 0 \(forward of 1 rows .* on shard ipc://.*\[0, 4\)"):
         run(remote, 0, (TOO_MUCH,))
 
 

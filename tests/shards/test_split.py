@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import QUICK
+from paper_hall import QUICK
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.shards import RemoteStage, ShardServer, Terms

@@ -21,9 +21,9 @@ from paper_snapshots import FINGERPRINT, PaperModel, same
 
 from rekindle.errors import BadSnapshotFile, DoesNotFit
 from rekindle.prompt import BoundaryKind
-from rekindle.snapshots import disk, files
+from rekindle.snapshots import files
 from rekindle.snapshots.disk import KEPT_ASIDE, DiskStore
-from rekindle.snapshots.types import KvPart
+from rekindle.snapshots.types import DeltaPart, KvPart
 from rekindle.spec import PAGE
 
 BUDGET = 1 << 30
@@ -125,32 +125,18 @@ def test_a_loaded_snapshot_does_not_feel_what_happens_to_its_files(store: DiskSt
     assert same(loaded, snapshot)
 
 
-def test_memory_for_objects_is_apart_on_edges_and_in_few_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAPPING", 8 * files.EDGE)
-    sizes = [5, 0, files.EDGE, 3 * files.EDGE + 1, 2 * files.EDGE, 20 * files.EDGE, 1]
-    memory = files.memory_for(sizes)
-    for number, piece in enumerate(memory):
-        piece[:] = number
-    assert [piece.nbytes for piece in memory] == sizes
-    assert all((piece == number).all() for number, piece in enumerate(memory))
-    assert all(piece.ctypes.data % files.EDGE == 0 for piece in memory if piece.nbytes)
-    assert len({id(piece.base) for piece in memory}) == 3  # [5, …, 2 · EDGE], what is larger than a mapping, the rest
-
-
-def test_pages_share_no_mapping_with_the_state_they_were_loaded_with(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_share_no_slab_with_the_state_they_were_loaded_with(store: DiskStore) -> None:
     """They outlive it."""
-    record = store.save(PaperModel().snapshot(counting(3 * PAGE + 5)))
-    asked: list[list[int]] = []
-
-    def memory_for(sizes: list[int]) -> list[files.Bytes]:
-        asked.append(sizes)
-        return files.memory_for(sizes)
-
-    monkeypatch.setattr(disk, "memory_for", memory_for)
-    reopen(store).load(record.id)
-    assert asked == [[record.own_bytes], [record.page_bytes] * 3]
+    id = store.save(PaperModel().snapshot(counting(3 * PAGE + 5))).id
+    loaded = reopen(store).load(id)
+    delta, kv = loaded.parts[:2]
+    assert isinstance(delta, DeltaPart)
+    assert isinstance(kv, KvPart)
+    (slab,) = {page.slab for page in kv.pages}
+    assert slab is not None
+    start = slab.lend().ctypes.data
+    tensors = (delta.state, kv.tail, kv.pages[0].data, kv.pages[-1].data)
+    assert [start <= t.data_ptr() < start + slab.nbytes for t in tensors] == [False, False, True, True]
 
 
 # Sharing

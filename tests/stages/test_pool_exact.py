@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rekindle.batch import Batch, Segment, Wanted
-from rekindle.errors import SnapshotMismatch
-from rekindle.pool import PoolFull
+from rekindle.errors import PoolFull, SnapshotMismatch
 from rekindle.snapshots.types import KvPart
 from rekindle.spec import PAGE, Span
 from rekindle.stages import LocalStage

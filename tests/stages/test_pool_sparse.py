@@ -57,8 +57,17 @@ def test_with_a_pool_as_large_as_the_sequence_sparse_is_full_kv_bit_for_bit(tiny
 @pytest.mark.parametrize("policy", ["qk", "lru"])
 @pytest.mark.parametrize(
     ("prefill", "position"),
-    [(1300, 1300), (1280, 1280), (1300, 1330), (1300, 1344), (1300, 1400)],
-    ids=["after a chunk", "on a page edge", "in decode", "decode on an edge", "decode behind an edge"],
+    [(1300, 1300), (1280, 1280), (1300, 1330), (1300, 1335), (1300, 1336), (1300, 1343), (1300, 1344), (1300, 1400)],
+    ids=[
+        "after a chunk",
+        "on a page edge",
+        "in decode",
+        "before the row that decides",
+        "behind the row that decides",
+        "before an edge",
+        "decode on an edge",
+        "decode behind an edge",
+    ],
 )
 def test_a_hit_chooses_the_pages_that_the_straight_run_had(
     make_tiny: Any, policy: str, prefill: int, position: int
@@ -92,19 +101,21 @@ def test_others_in_the_pool_do_not_change_what_is_attended(make_tiny: Any) -> No
 
 def test_rewinding_over_a_page_edge_brings_back_the_choice(make_tiny: Any) -> None:
     tiny = make_tiny("dense")
-    for keep in (3, 6, 12):  # the edge at 1344 lies 4 rows into the block
+    # The row 1335 decides for the page that begins at 1344; blocks begin before it and behind it.
+    for start, keep in [(1340, 3), (1340, 6), (1340, 12), (1330, 3), (1330, 5), (1330, 6), (1330, 14), (1330, 16)]:
         stage, straight = sparse(tiny), sparse(tiny)
         for s in (stage, straight):
             feed(s, 0, 0, 1300)
-            feed(s, 0, 1300, 1340, step=1)
-        stage.forward(Batch((Segment(0, 1340, tuple(TOKENS[1340:1356])),), rewindable=True), None)
-        stage.rewind(0, 1340 + keep)
-        feed(straight, 0, 1340, 1340 + keep, step=1)
-        assert stage._tables[0].query is not None
-        assert straight._tables[0].query is not None
-        torch.testing.assert_close(stage._tables[0].query, straight._tables[0].query, atol=1e-3, rtol=1e-3)
-        feed(stage, 0, 1340 + keep, 1341 + keep)
-        feed(straight, 0, 1340 + keep, 1341 + keep)
+            feed(s, 0, 1300, start, step=1)
+        stage.forward(Batch((Segment(0, start, tuple(TOKENS[start : start + 18])),), rewindable=True), None)
+        stage.rewind(0, start + keep)
+        feed(straight, 0, start, start + keep, step=1)
+        ours, theirs = (s._tables[0].queries.stacked() for s in (stage, straight))
+        assert ours is not None
+        assert theirs is not None
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+        for s in (stage, straight):
+            feed(s, 0, start + keep, start + keep + 20, step=1)
         assert stage._tables[0].chosen == straight._tables[0].chosen
 
 
@@ -114,7 +125,8 @@ def test_the_query_travels_over_a_link_and_to_disk(make_tiny: Any, tmp_path: Any
     from rekindle.snapshots.types import Snapshot, Stretch
 
     stage = sparse(make_tiny("dense"))
-    feed(stage, 0, 0, 700)
+    feed(stage, 0, 0, 640)
+    feed(stage, 0, 640, 700, step=1)  # behind the row that decides: there are two queries
     parts = stage.capture(0)
     exported = export_parts(parts, {})
     tokens = np.asarray(TOKENS[:700], dtype=np.int32)
@@ -127,6 +139,7 @@ def test_the_query_travels_over_a_link_and_to_disk(make_tiny: Any, tmp_path: Any
                 assert isinstance(b, KvPart)
                 assert a.query is not None
                 assert b.query is not None
+                assert a.query.shape == (2, 4, 32)
                 assert torch.equal(a.query, b.query)
             else:
                 assert isinstance(b, DeltaPart)

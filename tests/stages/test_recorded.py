@@ -110,10 +110,11 @@ def test_sparse_decode_is_recorded_at_every_row_and_attends_what_a_plain_step_do
     assert record.replayed == 2 * PAGE + 10
     assert stage.paging().skipped == plain.paging().skipped > 0
     if policy == "qk":
-        assert stage._tables[2].query is not None
-        assert plain._tables[2].query is not None
-        assert torch.equal(stage._tables[2].query, plain._tables[2].query)
-        assert stage._tables[2].query.flatten(1).any(1).all(), "noted in every layer"
+        ours, theirs = stage._tables[2].queries.now, plain._tables[2].queries.now
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours, theirs)
+        assert ours.flatten(1).any(1).all(), "noted in every layer"
         assert record.recorded == 2, "one step that notes the query, one that does not"
 
 
@@ -179,6 +180,15 @@ def test_a_longer_block_than_ever_keeps_what_others_can_go_back_into(make_tiny: 
     for slot in (0, 1):
         assert same(states(stage, slot), states(plain, slot))
     assert record.recorded == 4, "blocks of 4 twice, for the second time over the new room; of 16; going back"
+
+
+@pytest.mark.parametrize("length", [100, 16 * PAGE - 1, 16 * PAGE])  # the last one's next row needs a wider table
+def test_the_step_behind_a_prompt_is_recorded_with_its_last_chunk(make_tiny: Any, length: int) -> None:
+    stage, _, record = pair(make_tiny)
+    run(stage, Segment(0, 0, tuple(TOKENS[:length]), Wanted.LAST))
+    assert (record.recorded, record.replayed) == (1, 0)
+    run(stage, row(0, length))
+    assert (record.recorded, record.replayed) == (1, 1)
 
 
 def test_later_stages_take_activations_into_recorded_steps(make_tiny: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from rekindle.bench.speed import measure
 from rekindle.build import Built
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler says when it starts and stops, between our tables
 
 
 @dataclass(frozen=True, slots=True)

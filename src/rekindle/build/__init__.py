@@ -3,9 +3,9 @@
 from rekindle.build.app import build_app
 from rekindle.build.engine import Built, build_engine, plan_model
 from rekindle.build.machine import available_ram, device_names, make_machine
-from rekindle.build.model import Model, embedded_model, open_model
+from rekindle.build.model import Model, embedded_model, open_model, open_weights_of
 from rekindle.build.probe import probe_device, speeds
-from rekindle.build.shards import StageOrder, build_shard, host_shard
+from rekindle.build.shards import StageOrder, build_shard, choose_types, host_shard
 from rekindle.shards import keygen
 
 __all__ = [
@@ -16,12 +16,14 @@ __all__ = [
     "build_app",
     "build_engine",
     "build_shard",
+    "choose_types",
     "device_names",
     "embedded_model",
     "host_shard",
     "keygen",
     "make_machine",
     "open_model",
+    "open_weights_of",
     "plan_model",
     "probe_device",
     "speeds",

@@ -16,17 +16,20 @@ from rekindle.build.machine import device_names, device_of, make_machine, shard_
 from rekindle.build.model import Model, open_model
 from rekindle.build.probe import speeds
 from rekindle.build.refuge import Refuge, Room
-from rekindle.build.shards import DTYPES, Progress, Shards, StageOrder, load_stage, stage_orders
+from rekindle.build.shards import DTYPES, Progress, Shards, StageOrder, choose_types, load_stage, stage_orders
 from rekindle.config import Config, show_bytes
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.router import Router
 from rekindle.errors import BadConfig
 from rekindle.experts import CountsFile, RoutingCounts
+from rekindle.kernels.matmul import kept_dtype
 from rekindle.kernels.matmul.packing import packed_bytes
 from rekindle.placement import Machine, Plan, Sizes, Wishes, make_plan, parse_split, sizes_from_tensors
+from rekindle.pool.choice import LEAD
 from rekindle.prefix import PrefixCache, check_budget
 from rekindle.snapshots.disk import DiskStore
-from rekindle.stages import Pipeline, Stage
+from rekindle.snapshots.slabs import Slabs
+from rekindle.stages import LocalStage, Pipeline, Stage
 from rekindle.weights import TensorInfo
 
 if TYPE_CHECKING:
@@ -110,12 +113,11 @@ def _build(
     on_kernels: Progress | None,
 ) -> Built:
     names, machine = _machine(config, hosts)
-    config = _settled(config, names)
+    config, dtype = _settled(config, model, names)
     plans = [plan_model(config, model, part) for part in _divide(machine, config.replicas)]
     for reason in (reason for plan in plans for reason in plan.reasons):
         log.info("plan: %s", reason)
     _check_alike(plans)
-    dtype = _dtype(config, names)
     orders = [stage_orders(plan, dtype) for plan in plans]
     if hosts is not None:
         hosts.start(names, [order for its_orders in orders for order in its_orders])
@@ -124,15 +126,14 @@ def _build(
     if counts_file is not None:
         counts[0] = counts_file.counts  # kept for the next start; the other replicas route alike
     sizes, room = _sizes(model, dtype), Room(plans)
-    pipelines = [
-        Pipeline(
-            _load_stages(model, plan, its_orders, hosts, its_counts, on_progress, on_kernels),
-            Refuge(room, model.file, plan, its_orders, sizes, its_counts).take_in,
-        )
-        for plan, its_orders, its_counts in zip(plans, orders, counts, strict=True)
-    ]
+    pipelines, slabs = list[Pipeline](), None
+    for plan, its_orders, its_counts in zip(plans, orders, counts, strict=True):
+        stages = _load_stages(model, plan, its_orders, hosts, its_counts, on_progress, on_kernels)
+        refuge = Refuge(room, model.file, plan, its_orders, sizes, its_counts)
+        pipelines.append(Pipeline(stages, refuge.take_in))
+        slabs = slabs or _slabs(stages)
     plan = plans[0]
-    prefixes = _prefix_cache(config, model, plan, sum(plan.snapshot_ram for plan in plans))
+    prefixes = _prefix_cache(config, model, plan, sum(plan.snapshot_ram for plan in plans), slabs)
     settings = EngineSettings(
         context=plan.wishes.context, queue=config.queue, grid=plan.wishes.chunk, audit=config.audit
     )
@@ -142,15 +143,11 @@ def _build(
     return Built(engines[0], model, plan, plan.wishes.context, counting, hosts, router)
 
 
-def _settled(config: Config, names: list[str]) -> Config:
+def _settled(config: Config, model: Model, names: list[str]) -> tuple[Config, torch.dtype]:
     """What depends on the devices, decided once for all replicas: they restore each other's snapshots."""
-    dtype = _dtype(config, names)
-    return replace(
-        config,
-        dtype=next(name for name, known in DTYPES.items() if known is dtype),
-        kv_type=config.kv_type or ("f32" if dtype is torch.float32 else "bf16"),
-        grid=_grid(config, names),
-    )
+    dtype, kv_type = choose_types(model.file, names, config.dtype, config.kv_type)
+    log.info("activations are %s, KV is %s", dtype, kv_type)
+    return replace(config, dtype=dtype, kv_type=kv_type, grid=_grid(config, names)), DTYPES[dtype]
 
 
 def _divide(machine: Machine, replicas: int) -> list[Machine]:
@@ -208,6 +205,7 @@ def plan_model(config: Config, model: Model, machine: Machine) -> Plan:
     """Where everything goes; also what `rekindle plan` shows."""
     spec = model.spec
     names = [device.name for device in machine.devices]
+    dtype, kv_type = choose_types(model.file, names, config.dtype, config.kv_type)
     counts_file = _counts_file(config, model)
     if config.audit and config.kv_mode == "sparse":
         raise BadConfig(
@@ -216,19 +214,19 @@ def plan_model(config: Config, model: Model, machine: Machine) -> Plan:
     wishes = Wishes(
         context=min(config.context or spec.context, spec.context),
         sequences=config.sequences,
-        kv_type=config.kv_type or ("f32" if _dtype(config, names) is torch.float32 else "bf16"),
+        kv_type=kv_type,
         pool=config.pool,
         kv_mode=config.kv_mode,
         kv_policy=config.kv_policy,
         split=parse_split(config.split, len(names), spec.layers),
-        compute_bytes=_dtype(config, names).itemsize,
+        compute_bytes=DTYPES[dtype].itemsize,
         chunk=_grid(config, names),
         counts=counts_file.counts.for_placement() if counts_file else None,
         cache_ram=config.cache_ram // config.replicas,
     )
     if config.context is not None and config.context > spec.context:
         raise BadConfig(f"--context is {config.context}, the model was trained for {spec.context}")
-    return make_plan(machine, spec, _sizes(model, _dtype(config, names)), wishes)
+    return make_plan(machine, spec, _sizes(model, DTYPES[dtype]), wishes)
 
 
 def _counts_file(config: Config, model: Model) -> CountsFile | None:
@@ -240,13 +238,14 @@ def _counts_file(config: Config, model: Model) -> CountsFile | None:
 
 
 def _sizes(model: Model, dtype: torch.dtype) -> Sizes:
-    """What each tensor takes once loaded: in planes, or expanded where no kernel reads its type so, as on any CPU."""
+    """What each tensor takes once loaded: in planes, or as values where no kernel reads its type so, as on any CPU."""
 
     def size(info: TensorInfo, expanded: bool) -> int:
         if len(info.shape) == 1:
             return info.nbytes
         planes = None if expanded else packed_bytes(info.type, prod(info.shape))
-        return max(info.nbytes, prod(info.shape) * dtype.itemsize) if planes is None else planes
+        kept = kept_dtype(info.type, torch.device("cpu" if expanded else "cuda"), dtype)
+        return max(info.nbytes, prod(info.shape) * kept.itemsize) if planes is None else planes
 
     def sizes(expanded: bool) -> Sizes:
         loaded = {name: (info.shape, size(info, expanded)) for name, info in model.file.tensors.items()}
@@ -260,18 +259,16 @@ def _grid(config: Config, names: list[str]) -> int:
     return config.grid or (512 if all(device_of(name) == "cpu" for name in names) else 2048)
 
 
-def _dtype(config: Config, names: list[str]) -> torch.dtype:
-    name = config.dtype or ("float32" if all(device_of(name) == "cpu" for name in names) else "bfloat16")
-    if name not in DTYPES:
-        raise BadConfig(f"--dtype is '{name}'; known are {', '.join(DTYPES)}")
-    return DTYPES[name]
+def _slabs(stages: list[Stage]) -> Slabs | None:
+    """Those of the first GPU; every other of this process reads them too."""
+    return next((stage.slabs for stage in stages if isinstance(stage, LocalStage) and stage.slabs is not None), None)
 
 
-def _prefix_cache(config: Config, model: Model, plan: Plan, ram: int) -> PrefixCache:
-    """`ram` is what the plans of all replicas leave for snapshots."""
+def _prefix_cache(config: Config, model: Model, plan: Plan, ram: int, slabs: Slabs | None) -> PrefixCache:
+    """`ram` is what the plans of all replicas leave for snapshots; what is loaded lies in `slabs`, if there are any."""
     disk = None
     if config.cache_dir is not None and config.cache_disk > 0:
-        disk = DiskStore(config.cache_dir, _state_identity(model, plan), config.cache_disk)
+        disk = DiskStore(config.cache_dir, _state_identity(model, plan), config.cache_disk, slabs=slabs)
     fixed = _fixed_snapshot_bytes(plan)
     if ram < config.cache_ram // config.replicas * config.replicas:
         log.warning("snapshots get %s of RAM, --cache-ram is %s", show_bytes(ram), show_bytes(config.cache_ram))
@@ -286,7 +283,7 @@ def _state_identity(model: Model, plan: Plan) -> str:
     wishes = plan.wishes
     identity = f"{model.file.fingerprint()} {wishes.kv_type} {wishes.compute_bytes}"
     if wishes.kv_mode == "sparse":  # what was left out depends on pool, policy and the chunks after which it is chosen
-        rule = ["", "sparse", wishes.kv_policy, str(wishes.chunk)]
+        rule = ["", "sparse", wishes.kv_policy, str(wishes.chunk), str(LEAD)]
         identity += " ".join([*rule, *(f"{stage.span}:{stage.pool_pages}" for stage in plan.stages)])
     return blake3(identity.encode()).hexdigest()
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import product
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +29,8 @@ from triton.backends.compiler import GPUTarget
 from rekindle.build.machine import torch_device
 from rekindle.build.shards import DTYPES, kv_choice
 from rekindle.build.warm import WarmOrder
+from rekindle.experts import RoutedFfn
+from rekindle.experts.rehearsal import rehearse_cold
 from rekindle.kernels.compiling import Launch, Workers, recording
 from rekindle.kernels.sampling import argmax, sample
 from rekindle.models import load_span
@@ -101,10 +104,15 @@ def needed_launches(file: WeightFile, order: WarmOrder) -> Iterator[Launch]:
     pages, given = pages_needed(order.slots), 0
     with DeviceWithoutMemory(), recording() as launches:
         model = load_span(paper, paper.spec.whole, torch_device(order.device), DTYPES[order.dtype])
-        stage = LocalStage(model, order.slots, pages, kv_type, 0, *kv_choice(mode, policy), record=_run_plainly)
+        stage = LocalStage(
+            model, order.slots, pages, kv_type, 0, *kv_choice(mode, policy), record=_run_plainly, slabs=0
+        )
         for _ in rehearse(stage):
             yield from list(launches)[given:]
             given = len(launches)
+        for ffn, ring in product(model.routed, order.rings):
+            assert isinstance(ffn, RoutedFfn), "on paper all experts are hot"
+            rehearse_cold(ffn, ring, DTYPES[order.dtype])
         _draw(torch.empty(1, paper.spec.vocab, device=model.device))
     yield from list(launches)[given:]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -46,6 +47,30 @@ Progress = Callable[[int, int], None]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 START_SECONDS = 900.0  # a large span comes from a slow disk
+
+
+def choose_types(
+    file: WeightFile, devices: Sequence[str], dtype: str | None = None, kv_type: str | None = None
+) -> tuple[str, str]:
+    """Types of the activations and of KV pages on these devices, where the user has named none.
+
+    A CPU computes in float32, a GPU in bfloat16; but in float32 too where the weights have more bits than bfloat16.
+    Such weights stay in 16 bits, and so does KV, whose rounding costs far less than that of activations (docs/LOG.md).
+    """
+    on_cpu = all(device_of(name) == "cpu" for name in devices)
+    dtype = dtype or ("float32" if on_cpu or _has_wide_weights(file) else "bfloat16")
+    if dtype not in DTYPES:
+        raise BadConfig(f"--dtype is '{dtype}'; known are {', '.join(DTYPES)}")
+    if dtype == "float32":
+        return dtype, kv_type or ("f32" if on_cpu else "f16")
+    return dtype, kv_type or "bf16"
+
+
+def _has_wide_weights(file: WeightFile) -> bool:
+    """Most of them are float16 or float32."""
+    matrices = [info for info in file.tensors.values() if len(info.shape) > 1]
+    wide = sum(prod(info.shape) for info in matrices if info.type in ("F16", "F32"))
+    return 2 * wide > sum(prod(info.shape) for info in matrices)
 
 
 @dataclass(frozen=True, slots=True)

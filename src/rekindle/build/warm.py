@@ -1,8 +1,7 @@
 """Kernels are compiled while the weights load, all cores at it, and not one after the other in the first requests.
 
 A process of its own (build/paper.py) finds out which kernels the stage needs and compiles them into Triton's cache on
-disk. Beside them it leaves a note that says for which stage it did so: the next start sees it and does nothing. Those
-few kernels that bring cold experts are not among them, they are compiled at their first launch.
+disk. Beside them it leaves a note that says for which stage it did so: the next start sees it and does nothing.
 """
 
 from __future__ import annotations
@@ -53,6 +52,7 @@ class WarmOrder:
     target: tuple[str, int | str, int]  # backend, architecture, threads of a warp
     note: str  # the file to write when all is compiled
     workers: int
+    rings: tuple[int, ...] = ()  # spare slots of the layers with cold experts, each number once
 
     @property
     def span(self) -> Span:
@@ -131,7 +131,8 @@ def _warm_order(file: WeightFile, order: StageOrder) -> WarmOrder:
 
     target = driver.active.get_current_target()
     kv = (order.kv_type, order.kv_mode, order.kv_policy)
-    stage = (order.span, order.dtype, order.slots, kv, "all hot" if order.hot is None else "some cold")
+    rings = () if order.hot is None else tuple(sorted({slots for slots in order.ring if slots}))
+    stage = (order.span, order.dtype, order.slots, kv, rings)
     facts = (*stage, target, torch.cuda.get_device_name(), torch.__version__)
     return WarmOrder(
         model=str(file.path),
@@ -143,6 +144,7 @@ def _warm_order(file: WeightFile, order: StageOrder) -> WarmOrder:
         target=(target.backend, target.arch, target.warp_size),
         note=str(Path(triton.knobs.cache.dir) / note_name(file, *facts, triton.__version__)),
         workers=min(MOST_WORKERS, len(os.sched_getaffinity(0))),
+        rings=rings,
     )
 
 

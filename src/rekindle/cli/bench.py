@@ -94,9 +94,10 @@ def run(
 
 
 def _copy_speed(built: Built) -> float | None:
-    """Bytes per second through the memory that decode waits for, where one device of this process holds the model."""
+    """Bytes per second through the memory that decode waits for, where one device of this process holds the model;
+    measured now, as busy as the machine is."""
     names = [stage.device.name for stage in built.plan.stages]
-    return probe_device(names[0]).copy if len(names) == 1 and built.hosts is None else None
+    return probe_device(names[0], fresh=True).copy if len(names) == 1 and built.hosts is None else None
 
 
 def _show(report: Report, copy: float | None) -> None:

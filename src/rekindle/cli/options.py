@@ -26,7 +26,9 @@ Context = Annotated[
 Sequences = Annotated[int, typer.Option(help="Requests that run at the same time.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 Size = Annotated[str | None, typer.Option(help="A size such as 24GiB.")]
-Dtype = Annotated[str | None, typer.Option(help="Activations: float32 (CPU) or bfloat16 (GPU).")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Activations: float32 (on a CPU, or for float16 weights) or bfloat16 (GPU).")
+]
 Grid = Annotated[int | None, typer.Option(help="Prefill chunk in tokens: 512 on a CPU, 2048 on a GPU if left out.")]
 KvMode = Annotated[
     str, typer.Option(help="exact: every page counts; sparse: at most the pool, and the response says so.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -110,6 +111,9 @@ def serve(
             remember_turns=remember_turns,
             prepare_next=prepare_next,
         )
+        # All that is there now stays: the collector would look through it again and again while the token loop waits.
+        gc.collect()
+        gc.freeze()
         address, port = listener.getsockname()[:2]
         listener.listen()  # from the greeting on, nobody is refused
         _greet(built, address, port, name or built.model.name)

@@ -10,7 +10,7 @@ import torch
 import typer
 from typer.core import TyperGroup
 
-from rekindle.build import StageOrder, host_shard, keygen
+from rekindle.build import StageOrder, choose_types, host_shard, keygen, open_weights_of
 from rekindle.cli import options
 from rekindle.errors import BadConfig
 from rekindle.spec import Span
@@ -56,9 +56,9 @@ def host(
         torch.set_num_threads(threads)
     if not listen:
         raise BadConfig("--listen is missing; give ipc:///path or tcp://host:port")
-    dtype = dtype or ("float32" if all(name == "cpu" for name in device) else "bfloat16")
-    kv_type = kv_type or ("f32" if dtype == "float32" else "bf16")
     _check_counts(len(span), device, pages, host_pages, slabs, experts)
+    if dtype is None or kv_type is None:
+        dtype, kv_type = choose_types(open_weights_of(model), device, dtype, kv_type)
     orders = []
     for i, text in enumerate(span):
         known = json.loads(experts[i]) if experts else None

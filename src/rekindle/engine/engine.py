@@ -33,13 +33,13 @@ from rekindle.engine.types import (
     Started,
     Token,
 )
-from rekindle.errors import BadRequest, PromptTooLong, QueueFull, RekindleError, StageLost
+from rekindle.errors import BadRequest, PoolFull, PromptTooLong, QueueFull, RekindleError, StageLost
 from rekindle.prefix import PrefixCache
 from rekindle.prefix.cache import CacheStats
 from rekindle.prompt import BoundaryKind, Prompt
 from rekindle.snapshots.types import Snapshot, wait_for
 from rekindle.spec import PAGE
-from rekindle.stages import Pipeline, PoolFull
+from rekindle.stages import Pipeline
 from rekindle.stages.types import Ahead, PageCount
 
 log = logging.getLogger("rekindle.engine")

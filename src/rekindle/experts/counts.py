@@ -131,6 +131,12 @@ class LayerCounter:
         row: np.ndarray = self.counts.values[self.layer]
         return row
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self.row.fill(0)
+        self.tally.zero_()
+        self._rows = self._rows_on_the_way = 0
+
     def note(self, ids: torch.Tensor) -> None:
         """Part of the forward, also of a recorded one."""
         flat = ids.flatten()

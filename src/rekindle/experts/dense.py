@@ -14,15 +14,15 @@ from torch import Tensor
 from rekindle.experts.helper import LayerHelper
 from rekindle.experts.host import HostExecutor, rows_of, through
 from rekindle.experts.residency import Residency
-from rekindle.experts.stored import StoredExperts, Three
-from rekindle.kernels.moe import ExpertStack
+from rekindle.experts.stored import StoredExperts, StoredPart, Three
+from rekindle.kernels.matmul import kept_dtype
+from rekindle.kernels.moe import ExpertStack, SharedExpert
 
 
 class DenseWeights:
     """Slots with values on the device; the cold ones are read from the map and expanded when they are used."""
 
     recordable = False  # which experts occur is asked on the host
-    portions = 1  # or an expert's rows would be multiplied in other groups than with all experts hot
     helper: LayerHelper | None = None
 
     def __init__(
@@ -32,9 +32,7 @@ class DenseWeights:
         self._residency = residency
         self._device, self._dtype = device, dtype
         self.expert_bytes = stored.expert_bytes
-        slots = residency.slots
-        shapes = [(slots, *part.shape[1:]) for part in stored.parts]
-        gate, up, down = (ExpertStack(shape, dense=torch.empty(shape, dtype=dtype, device=device)) for shape in shapes)
+        gate, up, down = (_empty_slots(part, residency.slots, device, dtype) for part in stored.parts)
         self.stacks = (gate, up, down)
         for slot, expert in enumerate(residency.hot):
             self._fill(slot, expert)
@@ -45,6 +43,13 @@ class DenseWeights:
     def _fill(self, slot: int, expert: int) -> None:
         for stack, values in zip(self.stacks, self._stored.values(expert, self._device, self._dtype), strict=True):
             stack.values[slot].copy_(values)
+
+    def most_rows(self, at_once: int) -> int:
+        """In turns an expert's rows would be multiplied in other groups than with all experts hot."""
+        return at_once
+
+    def run_row(self, h: Tensor, router: Tensor, used: int, tally: Tensor, shared: SharedExpert) -> None:
+        return None
 
     def take_in(self, load: Tensor) -> None:
         for i, expert in enumerate(load.tolist()):
@@ -79,6 +84,11 @@ class DenseWeights:
     def _slot(self, slot: int) -> Three:
         gate, up, down = (stack.values[slot] for stack in self.stacks)
         return gate, up, down
+
+
+def _empty_slots(part: StoredPart, slots: int, device: torch.device, dtype: torch.dtype) -> ExpertStack:
+    shape = (slots, *part.shape[1:])
+    return ExpertStack(shape, dense=torch.empty(shape, dtype=kept_dtype(part.type, device, dtype), device=device))
 
 
 def _resident_first(ids: Tensor, table: Tensor) -> Sequence[tuple[int, int]]:

@@ -44,11 +44,19 @@ class Weights(Protocol):
     stacks: tuple[ExpertStack, ExpertStack, ExpertStack]
     expert_bytes: int  # of one expert, over the link
     recordable: bool  # bringing an expert into the ring does not ask the host
-    portions: int  # turns in which a batch may go through the ring
     helper: LayerHelper | None  # CPU threads that take a share of the missing experts
+
+    def most_rows(self, at_once: int) -> int:
+        """Rows of a batch that may go through the ring, so many at once."""
+        ...
 
     def take_in(self, load: Tensor) -> None:
         """Put expert load[i], unless it is -1, into ring slot i."""
+        ...
+
+    def run_row(self, h: Tensor, router: Tensor, used: int, tally: Tensor, shared: SharedExpert) -> Tensor | None:
+        """The whole layer for one row, through the ring, in launches that bring missing experts by themselves; None
+        where there are no such launches for h."""
         ...
 
     def swap(self, slot: int, goes: int, comes: int) -> None:
@@ -87,7 +95,7 @@ class ExpertSet:
     def way(self, rows: int) -> Way:
         pairs, experts = rows * self.used, self.residency.experts
         cold = experts - len(self.residency.hot)
-        fits = 0 < rows <= self.weights.portions * self._at_once
+        fits = 0 < rows <= self.weights.most_rows(self._at_once)
         if fits and self.weights.helper is not None:
             return Way.RING
         if self.cost.prefers_host(pairs, cold, experts, self.weights.expert_bytes):
@@ -104,9 +112,13 @@ class ExpertSet:
         return self.residency.ring // self.used
 
     def forward(self, h: Tensor) -> Tensor:
-        ids, weights = route(h, self.router, self.used)
-        self._finish_arrival()
         way = self.way(h.shape[0])
+        self._finish_arrival()
+        if way is Way.RING:
+            total = self.weights.run_row(h, self.router, self.used, self.counter.tally, self.shared)
+            if total is not None:
+                return total
+        ids, weights = route(h, self.router, self.used)
         if way is Way.RING:
             turns = zip(*(tensor.split(self._at_once) for tensor in (h, ids, weights)), strict=True)
             parts = [self._by_ring(*turn) for turn in turns]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -18,10 +19,12 @@ from rekindle.kernels.matmul.naive import packed_values
 from rekindle.kernels.matmul.packing import pack
 from rekindle.kernels.matmul.types import Packed
 from rekindle.kernels.matmul.upload import upload
-from rekindle.kernels.moe import ExpertStack
+from rekindle.kernels.moe import ExpertStack, SharedExpert
+from rekindle.kernels.moe.cold import OUTPUTS, Missing, Parts
 from rekindle.kernels.moe.crew import describe
 
 STAGED = 16  # experts in each of the two halves of the staging area, or all of a layer with fewer
+TURNS, RING_ROWS = 8, 16  # in which, and so many rows of a batch may go through the ring
 AT_A_TIME = 32  # experts packed at a time while loading
 ELSEWHERE = -(1 << 30)  # a place that no group of the staging area has
 Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
@@ -30,7 +33,6 @@ Stacks = tuple[ExpertStack, ExpertStack, ExpertStack]
 
 class PackedWeights:
     recordable = True
-    portions = 8  # a batch may go through the ring in so many turns; beyond, the staging area moves fewer bytes
 
     def __init__(
         self, stored: StoredExperts, residency: Residency, device: torch.device, staging: Staging | None = None,
@@ -49,9 +51,14 @@ class PackedWeights:
         self._at_place = torch.tensor(self._cold, dtype=torch.int32, device=device)
         self._staging = staging or Staging(self.stacks, min(STAGED, stored.count), device)
         self._to_ring = make_pieces(self.host_stacks, self.stacks, len(residency.hot), device)
+        self._parts = make_parts(self.host_stacks, self.stacks, device)
         self._to_staging = [make_pieces(self.host_stacks, half, 0, device) for half in self._staging.halves]
         self.host_executor = HostExecutor(self._values, keep)
         self.helper: LayerHelper | None = None
+
+    def most_rows(self, at_once: int) -> int:
+        """Beyond, the staging area moves fewer bytes."""
+        return max(at_once, min(TURNS * at_once, RING_ROWS))
 
     @property
     def staging(self) -> Staging:
@@ -63,6 +70,19 @@ class PackedWeights:
 
     def take_in(self, load: Tensor) -> None:
         _gpu().fetch(self._to_ring, load, self.places)
+
+    def run_row(self, h: Tensor, router: Tensor, used: int, tally: Tensor, shared: SharedExpert) -> Tensor | None:
+        """[1, hidden], from choosing on, in as many launches as if all experts were hot."""
+        asks = self.helper is not None and self.helper.share > 0
+        if not h.is_cuda or self._parts is None or asks:
+            return None
+        from rekindle.experts.triton import route_row
+        from rekindle.kernels.moe.triton import moe_missing, takes_missing
+
+        if not takes_missing(h, *self.stacks, shared):
+            return None
+        slots, sources, weights = route_row(h, router, used, self._residency, tally, self.places)
+        return moe_missing(h, slots, weights, *self.stacks, shared, Missing(sources, self._parts))
 
     def let_help(self, helper: Helper, share: int) -> None:
         """From now on the CPU takes its share of every step through the ring, if it can read this layer's types."""
@@ -80,11 +100,7 @@ class PackedWeights:
     def swap(self, slot: int, goes: int, comes: int) -> None:
         """The expert that goes takes the host place of the one that comes. All in the order of the stream."""
         place = self._cold.index(comes)
-        for here, there in zip(self.stacks, self.host_stacks, strict=True):
-            for mine, other in zip(_by_expert(here), _by_expert(there), strict=True):
-                coming = other[place].to(mine.device, non_blocking=True, copy=True)
-                other[place].copy_(mine[slot], non_blocking=True)
-                mine[slot].copy_(coming)
+        _gpu().exchange(self._to_ring, place, slot - len(self._residency.hot))
         self._cold[place] = goes
         self.places[goes] = place
         self.places[comes] = -1
@@ -93,12 +109,13 @@ class PackedWeights:
     def stream(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """float32 [rows, hidden]. Cold experts arrive in one half of the staging area while the other works.
 
-        Many pairs need nearly all of them: then whole groups are copied, which keeps no processor of the device busy.
+        Many pairs need nearly all of them: then whole groups are copied, which keeps no processor of the device busy;
+        not so where the ring holds a good part of them already.
         """
         slots = self._residency.slots_of(ids)
         places = self.places.index_select(0, ids.flatten()).view(ids.shape).masked_fill(slots >= 0, ELSEWHERE)
         load = self._missing(ids)
-        nearly_all = ids.numel() >= 2 * self._residency.experts
+        nearly_all = ids.numel() >= 2 * self._residency.experts and 8 * self._residency.ring <= len(self._cold)
         shares = torch.empty(ids.numel(), h.shape[1], dtype=torch.float32, device=h.device)
         lanes, staged = self._staging.lanes, self._staging.slots
         lanes.begin(load)
@@ -330,6 +347,29 @@ def make_pieces(there: Stacks, here: Stacks, first: int, device: torch.device) -
             for at in range(0, size // 4, PIECE):
                 rows.append((source.data_ptr(), base, size // 4, at, min(PIECE, size // 4 - at)))
     return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def make_parts(there: Stacks, here: Stacks, device: torch.device) -> Parts | None:
+    """What each program of gate and up brings of an expert: a plane's rows are dealt to them in their order. None for
+    an expert that does not come apart in whole rows and 16 bytes."""
+    parts, rest = divmod(here[0].rows, OUTPUTS)
+    planes = [
+        (source.data_ptr(), target.data_ptr(), target[0].nbytes)
+        for far, near in zip(there, here, strict=True)
+        for source, target in zip(_by_expert(far), _by_expert(near), strict=True)
+        if near.experts
+    ]
+    if rest or not planes or any(size % (16 * parts) for *_, size in planes):
+        return None
+    piece = math.gcd(512, *(size // parts for *_, size in planes))  # bytes: at most what a warp copies at once
+    rows = [
+        (far + at, near + at, size)
+        for part in range(parts)
+        for far, near, size in planes
+        for at in range(part * size // parts, (part + 1) * size // parts, piece)
+    ]
+    table = torch.tensor(rows, dtype=torch.int64, device=device).view(parts, -1, 3)
+    return Parts(table, piece // 4)
 
 
 def _gpu():  # type: ignore[no-untyped-def]

@@ -38,9 +38,9 @@ class Residency:
     def admit(self, ids: Tensor, tally: Tensor, share: int = 0) -> tuple[Tensor, Tensor]:
         """Make room for every id. Needs a ring with at least as many slots as there are ids.
 
-        Gives the slot of each id, and per ring slot the expert whose weights must be put there first, or -1. Adds the
-        ids to the tally. `share`, in parts of 256, of the missing experts are left to the CPU, each time others: their
-        ids have slot -1.
+        Gives the slot of each id, and per ring slot the expert whose weights must be put there first, or -1: missing
+        experts take the oldest slots in the order of the ids. Adds the ids to the tally. `share`, in parts of 256, of
+        the missing experts are left to the CPU, each time others: their ids have slot -1.
         """
         assert ids.numel() <= self.ring, f"{ids.numel()} pairs may need more slots than the ring's {self.ring}"
         if ids.is_cuda:
@@ -52,11 +52,9 @@ class Residency:
     def _admit(self, ids: Tensor, tally: Tensor, share: int) -> tuple[Tensor, Tensor]:
         flat = ids.flatten().long()
         tally.index_add_(0, flat, torch.ones_like(flat, dtype=tally.dtype))
-        needed = torch.zeros(self.experts, dtype=torch.bool, device=ids.device)
-        needed[flat] = True
         self.step += 1
-        hit = (self.owner >= 0) & needed[self.owner.clamp_min(0).long()]
-        missing = torch.nonzero(needed & (self.table < 0)).flatten()
+        hit = torch.isin(self.owner, flat)
+        missing = torch.tensor(list(dict.fromkeys(flat[self.table[flat] < 0].tolist())), dtype=torch.long)
         turn = (torch.arange(len(missing), device=ids.device) + self.step) % max(1, len(missing))
         missing = missing[turn >= (len(missing) * share + 128) // 256]
         age = torch.where(hit, self.step, self.used_at).long() * self.ring + torch.arange(self.ring, device=ids.device)

@@ -147,7 +147,7 @@ def make_expert_set(
         weights = PackedWeights(stored, residency, device, plan.staging_like(stored), plan.keep)
         plan.keep_staging(stored, weights.staging)
         plan.cost = plan.cost or measure_costs(weights, residency, router.shape[1], dtype)
-        if 2 * len(residency.hot) < stored.count:  # a token that misses fewer than half has them by link as soon
+        if 2 * residency.slots < stored.count:  # a token that misses fewer than half has them by link as soon
             plan.bring_helper(weights, used, router.shape[1], stored.parts[0].shape[1], device)
     else:
         weights = DenseWeights(stored, residency, device, dtype, plan.keep)

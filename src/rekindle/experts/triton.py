@@ -1,7 +1,8 @@
 """Finding and fetching experts on a GPU, without asking Python.
 
 Cold weights lie in pinned host memory that the device can address, so a kernel which finds that an expert is missing
-reads it over the link by itself, or puts it on the list of a crew of CPU threads.
+reads it over the link by itself, or puts it on the list of a crew of CPU threads. One row that asks no crew has all of
+it in the launches that choose and multiply (`route_row`, and `kernels.moe.bring`); else it takes a launch for each.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from rekindle.kernels.device import starting_early
+from rekindle.kernels.matmul.triton import all_arrived, counters
+from rekindle.kernels.moe.naive import LEAST_SUM
+from rekindle.kernels.moe.triton import chosen, route_config, store_logits
 
 if TYPE_CHECKING:
     from rekindle.experts.helper import LayerHelper
@@ -22,55 +29,114 @@ PATIENCE = 20_000_000  # looks at host memory, of about a microsecond each
 
 
 @triton.jit
-def _admit_kernel(  # type: ignore[no-untyped-def]
-    ids, table, owner, used_at, step, tally, slots, load, pairs, experts, ring, hot, share,
-    E: tl.constexpr, R: tl.constexpr, P: tl.constexpr, RB: tl.constexpr,
+def _admit(  # type: ignore[no-untyped-def]
+    id, pairs, table, owner, used_at, step, tally, load, ring, hot, share, P: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
-    """One program: what `Residency._admit` does."""
-    now = tl.load(step) + 1
-    e = tl.arange(0, E)
+    """What `Residency._admit` does, for the ids [P]: (slots or -1, whether the expert must be brought there first)."""
     p = tl.arange(0, P)
-    id = tl.load(ids + p, p < pairs, other=-1)
-    chosen = tl.sum((id[None, :] == e[:, None]).to(tl.int32), 1)
-    tl.store(tally + e, tl.load(tally + e, e < experts, other=0) + chosen, e < experts)
-    missing = (chosen > 0) & (tl.load(table + e, e < experts, other=0) < 0)
+    s = tl.arange(0, R)
+    live = p < pairs
+    now = tl.load(step) + 1
+    slot = tl.load(table + id, live, other=0)
+    owned = tl.load(owner + s, s < ring, other=-1)
+    age = tl.load(used_at + s, s < ring, other=2147483647)
+    tl.atomic_add(tally + id, 1, live, sem="relaxed")
+    before = (id[None, :] == id[:, None]) & (p[None, :] < p[:, None])
+    missing = live & (slot < 0) & (tl.sum(before.to(tl.int32), 1) == 0)
     turn = tl.cumsum(missing.to(tl.int32), 0) - 1
     count = tl.sum(missing.to(tl.int32), 0)
     left = (count * share + 128) // 256
-    missing = missing & ((turn + now) % tl.maximum(count, 1) >= left)
-    turn = tl.cumsum(missing.to(tl.int32), 0) - 1
-    s = tl.arange(0, R)
-    s_owner = tl.load(owner + s, s < ring, other=-1)
-    s_hit = (tl.sum((id[None, :] == s_owner[:, None]).to(tl.int32), 1) > 0) & (s_owner >= 0)
-    s_age = tl.where(s_hit, now, tl.load(used_at + s, s < ring, other=2147483647))
-    for start in range(0, R, RB):
-        r = start + tl.arange(0, RB)
-        r_owner = tl.load(owner + r, r < ring, other=-1)
-        hit = (tl.sum((id[None, :] == r_owner[:, None]).to(tl.int32), 1) > 0) & (r_owner >= 0)
-        age = tl.where(hit, now, tl.load(used_at + r, r < ring, other=2147483647))
-        older = (s_age[None, :] < age[:, None]) | ((s_age[None, :] == age[:, None]) & (s[None, :] < r[:, None]))
-        rank = tl.sum(older.to(tl.int32), 1)
-        comes = tl.max(tl.where(missing[None, :] & (turn[None, :] == rank[:, None]), e[None, :], -1), 1)
-        tl.store(load + r, tl.where(hit, -1, comes), r < ring)
-    tl.debug_barrier()  # `load` is whole before the tables change
-    comes = tl.load(load + s, s < ring, other=-1)
-    tl.store(table + s_owner, tl.full([R], -1, tl.int32), (comes >= 0) & (s_owner >= 0))
-    tl.store(table + comes, hot + s, comes >= 0)
-    tl.store(owner + s, comes, comes >= 0)
-    tl.store(used_at + s, tl.zeros([R], tl.int32) + now, (s < ring) & (s_hit | (comes >= 0)))
+    comes = missing & ((turn + now) % tl.maximum(count, 1) >= left)
+    turn = tl.cumsum(comes.to(tl.int32), 0) - 1
+    hit = tl.sum(((owned[:, None] == id[None, :]) & live[None, :]).to(tl.int32), 1) > 0
+    age = tl.where(hit, now, age)
+    arriving = tl.full([R], -1, tl.int32)
+    brought = tl.zeros([P], tl.int1)
+    for n in range(0, count - left):
+        at = (tl.min((age.to(tl.int64) << 32) | s.to(tl.int64), 0) & 0xFFFFFFFF).to(tl.int32)  # the oldest
+        expert = tl.sum(tl.where(comes & (turn == n), id, 0), 0)
+        leaves = tl.sum(tl.where(s == at, owned, 0), 0)
+        if leaves >= 0:
+            tl.store(table + leaves, -1)
+        tl.store(table + expert, hot + at)
+        arriving = tl.where(s == at, expert, arriving)
+        age = tl.where(s == at, now, age)
+        mine = live & (id == expert)
+        slot = tl.where(mine, hot + at, slot)
+        brought = brought | mine
+    tl.store(owner + s, arriving, arriving >= 0)
+    tl.store(used_at + s, age, (s < ring) & (age == now))
+    tl.store(load + s, arriving, s < ring)
     tl.store(step, now)
-    tl.debug_barrier()  # the table is whole before it is read
-    tl.store(slots + p, tl.load(table + id, p < pairs, other=-1), p < pairs)
+    return slot, brought
+
+
+# ---- one row: choosing and admitting are one launch --------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["ring", "hot"])
+def _route_row_kernel(  # type: ignore[no-untyped-def]
+    h, router, logits, slots, sources, weights, arrived, experts, hidden, least,
+    table, owner, used_at, step, tally, load, places, ring, hot,
+    USED: tl.constexpr, E: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
+    BE: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """BE logits; the last program does the rest."""
+    if EARLY:
+        gdc_launch_dependents()
+    store_logits(h, router, logits, 1, experts, hidden, BE, 1, BK, EARLY)
+    if all_arrived(arrived, tl.num_programs(0)):
+        id, weight = chosen(logits, experts, least, USED, E, P)
+        p = tl.arange(0, P)
+        id = tl.where(p < USED, id, -1)
+        place = tl.load(places + id, p < USED, other=-1)
+        slot, brought = _admit(id, USED, table, owner, used_at, step, tally, load, ring, hot, 0, P, R)
+        tl.store(slots + p, slot, p < USED)
+        tl.store(sources + p, tl.where(brought, place, -1), p < USED)
+        tl.store(weights + p, weight, p < USED)
+
+
+def route_row(
+    h: Tensor, router: Tensor, used: int, residency: Residency, tally: Tensor, places: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For h [1, hidden]: the slots of the chosen experts, the place in host memory that each must first be brought from
+    (-1: it is here), their weights; all [1, used]."""
+    experts, hidden = router.shape
+    device, config = h.device, route_config(1)
+    slots, sources = (torch.empty(1, used, dtype=torch.int32, device=device) for _ in range(2))
+    weights = torch.empty(1, used, dtype=torch.float32, device=device)
+    logits = torch.empty(1, experts, dtype=torch.float32, device=device)
+    load = torch.empty_like(residency.owner)
+    _route_row_kernel[(triton.cdiv(experts, config.experts),)](
+        h.contiguous(), router, logits, slots, sources, weights, counters(device), experts, hidden, LEAST_SUM,
+        residency.table, residency.owner, residency.used_at, residency.step, tally, load, places,
+        residency.ring, len(residency.hot), USED=used, E=triton.next_power_of_2(experts),
+        P=triton.next_power_of_2(used), R=triton.next_power_of_2(residency.ring),
+        BE=config.experts, BK=min(config.columns, triton.next_power_of_2(hidden)),
+        num_warps=config.warps, **starting_early(device),
+    )  # fmt: skip
+    return slots, sources, weights
+
+
+# ---- a launch for each -------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["pairs", "ring", "hot", "share"])
+def _admit_kernel(  # type: ignore[no-untyped-def]
+    ids, table, owner, used_at, step, tally, slots, load, pairs, ring, hot, share, P: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    p = tl.arange(0, P)
+    id = tl.load(ids + p, p < pairs, other=-1)
+    slot, _brought = _admit(id, pairs, table, owner, used_at, step, tally, load, ring, hot, share, P, R)
+    tl.store(slots + p, slot, p < pairs)
 
 
 def admit(residency: Residency, ids: Tensor, tally: Tensor, share: int) -> tuple[Tensor, Tensor]:
     slots, load = torch.empty_like(ids), torch.empty_like(residency.owner)
-    ring = triton.next_power_of_2(residency.ring)
     _admit_kernel[(1,)](
         ids, residency.table, residency.owner, residency.used_at, residency.step, tally, slots, load,
-        ids.numel(), residency.experts, residency.ring, len(residency.hot), share,
-        E=triton.next_power_of_2(residency.experts), R=ring, P=triton.next_power_of_2(ids.numel()), RB=min(16, ring),
-        num_warps=4
+        ids.numel(), residency.ring, len(residency.hot), share,
+        P=triton.next_power_of_2(ids.numel()), R=triton.next_power_of_2(residency.ring), num_warps=4
     )  # fmt: skip
     return slots, load
 
@@ -99,6 +165,28 @@ def _fetch_kernel(pieces, load, places, B: tl.constexpr):  # type: ignore[no-unt
 def fetch(pieces: Tensor, load: Tensor, places: Tensor) -> None:
     """Bring the experts in `load` (-1: none) to the slots they stand at, from their `places` in host memory."""
     _fetch_kernel[(pieces.shape[0], load.shape[0])](pieces, load, places, B=PIECE, num_warps=8)
+
+
+@triton.jit(do_not_specialize=["place", "slot"])
+def _exchange_kernel(pieces, place, slot, B: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One piece, as `_fetch_kernel` knows them, of an expert there and of another here change places."""
+    piece = pieces + tl.program_id(0) * 5
+    size, first = tl.load(piece + 2), tl.load(piece + 3)
+    count = tl.multiple_of(tl.load(piece + 4), 4)
+    o = tl.arange(0, B)
+    there = tl.load(piece).to(tl.pointer_type(tl.int32)) + place * size + first + o
+    here = tl.load(piece + 1).to(tl.pointer_type(tl.int32)) + slot * size + first + o
+    there = tl.max_contiguous(tl.multiple_of(there, 16), B)
+    here = tl.max_contiguous(tl.multiple_of(here, 16), B)
+    comes = tl.load(there, o < count, cache_modifier=".cg")
+    goes = tl.load(here, o < count)
+    tl.store(here, comes, o < count)
+    tl.store(there, goes, o < count)
+
+
+def exchange(pieces: Tensor, place: int, slot: int) -> None:
+    """The experts at a place in host memory and in a slot, counted as the pieces count them, change places."""
+    _exchange_kernel[(pieces.shape[0],)](pieces, place, slot, B=PIECE, num_warps=8)
 
 
 @triton.jit

@@ -22,6 +22,12 @@ def _shared_memory(device: torch.device) -> int:
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU. The interpreter runs one program after the other: three are enough to see a mistake."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
 def starting_early(device: torch.device) -> dict[str, bool]:
     """Launch arguments of a kernel of the decode step: from Hopper on its programs take their places while the launch
     before still runs. A kernel that takes EARLY lets the launch behind it do the same, and waits (gdc_wait) before it

@@ -28,6 +28,7 @@ class Ragged:
     lengths: tuple[int, ...]  # host: at most so many rows in every segment; the rows of a padding segment count none
     rewindable: bool = False  # the batch's rows are kept for rewind
     noted: torch.Tensor | None = None  # int32 [2, segments]: a row whose query is noted, and where
+    far: bool = False  # tables name pages by numbers that say where each lies, perhaps in host memory
 
     @property
     def segments(self) -> int:

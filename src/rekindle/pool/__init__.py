@@ -2,7 +2,7 @@
 
 from rekindle.pool.choice import KvMode, Policy
 from rekindle.pool.copies import STOCK
-from rekindle.pool.pages import HeldPage, PagePool, PageTable, PagingCounts, PoolFull
+from rekindle.pool.pages import HeldPage, PagePool, PageTable, PagingCounts
 from rekindle.pool.reader import PoolReader, Seat
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "PageTable",
     "PagingCounts",
     "Policy",
-    "PoolFull",
     "PoolReader",
     "Seat",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ Policy = Literal["qk", "lru"]
 
 SINK = 1  # pages at the beginning that never leave …
 TAIL = 4  # … and sealed pages at the end
+LEAD = 8  # rows before the end of a page: the query of that row chooses for the next page, and is there in time
 
 
 def is_kept(page: int, sealed: int) -> bool:
@@ -27,7 +29,7 @@ def is_kept(page: int, sealed: int) -> bool:
 def choose(sealed: int, room: int, scores: Sequence[float] | np.ndarray | None) -> tuple[int, ...]:
     """The sealed pages that are attended, ascending: all that fit in `room`, else sink, tail and the best of the rest.
 
-    Without scores the latest are the best.
+    scores: of the pages before the tail. Without them the latest are the best.
     """
     if sealed <= room:
         return tuple(range(sealed))
@@ -39,13 +41,23 @@ def choose(sealed: int, room: int, scores: Sequence[float] | np.ndarray | None) 
     return (*range(SINK), *np.sort(rest[len(rest) - left :]).tolist(), *range(tail, sealed))
 
 
-def key_directions(pages: Sequence[Tensor]) -> Tensor:
-    """The mean key of one sealed page as a direction, from its [2, PAGE, kv_heads, row] in every layer.
+def key_directions(keys: Tensor) -> Tensor:
+    """The mean keys of sealed pages as directions, from their keys [layers, pages, PAGE, kv_heads, row].
 
-    float16 [layers, kv_heads, dim]. Keys are stored turned by their position, so the mean is of turned keys.
+    float16 [pages, layers, kv_heads, dim]. Keys are stored turned by their position, so the mean is of turned keys.
+    Summed in halves: the bits of a page do not depend on the pages beside it.
     """
-    means = torch.stack([from_rows(page[0]).mean(0) for page in pages])
-    return torch.nn.functional.normalize(means, dim=-1).half()
+    sums = _sum_halves(from_rows(keys), 2)
+    lengths = _sum_halves(sums.square(), 3).sqrt().clamp_min(1e-12)
+    return (sums / lengths.unsqueeze(3)).transpose(0, 1).half()
+
+
+def _sum_halves(x: Tensor, dim: int) -> Tensor:
+    """The sum over a dimension of 2^n."""
+    while (size := x.shape[dim]) > 1:
+        assert size % 2 == 0, f"{size} values have no two halves"
+        x = x.narrow(dim, 0, size // 2) + x.narrow(dim, size // 2, size // 2)
+    return x.squeeze(dim)
 
 
 def score_pages(keys: Tensor, query: Tensor) -> Tensor:
@@ -59,12 +71,77 @@ def score_pages(keys: Tensor, query: Tensor) -> Tensor:
 
 
 def deciding_row(position: int, end: int, rewindable: bool) -> int | None:
-    """The row of a segment whose query chooses the pages from here on, None where the choice stands.
+    """The row of a segment whose query chooses pages, if there is one: a function of position, so that a restored run
+    chooses where the straight run does.
 
-    The last row of a prefill chunk; in decode and verify the last row of a page. A function of position, so a run
-    that was restored chooses where the straight run does.
+    The last row of a prefill chunk, for the rows behind it. In decode and verify the row that lies LEAD before the last
+    one of a page, for the next page: while those rows run, the pages are scored, and nobody waits for that.
     """
     if end - position > 1 and not rewindable:
         return end - position - 1
-    edge = end // PAGE * PAGE
-    return edge - 1 - position if edge > position else None
+    within = PAGE - 1 - LEAD
+    row = (end - 1 - within) // PAGE * PAGE + within  # the last one before the end
+    return row - position if row >= position else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Noted:
+    """The query [layers, heads, dim] of the row at a position, float32."""
+
+    position: int
+    query: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Queries:
+    """What a sequence chooses its pages by: on this page, and from the next one on if that is known already."""
+
+    now: Tensor | None = None  # [layers, heads, dim] float32
+    next: Tensor | None = None
+
+    def behind_rows(self, position: int, end: int, noted: Noted | None) -> Queries:
+        """After the rows [position, end) of decode or verify, no more than a page; one of them may have been noted."""
+        now, next = self.now, self.next
+        edge = end // PAGE * PAGE
+        if edge > position:
+            now, next = now if next is None else next, None
+        if noted is not None:
+            now, next = (noted.query, None) if noted.position < edge or now is None else (now, noted.query)
+        return Queries(now, next)
+
+    def stacked(self) -> Tensor | None:
+        """As snapshots hold them: None, [layers, heads, dim], or [layers, 2, heads, dim]."""
+        if self.now is None or self.next is None:
+            return self.now
+        return torch.stack((self.now, self.next), dim=1)
+
+    @classmethod
+    def of(cls, stacked: Tensor | None) -> Queries:
+        if stacked is None or stacked.ndim == 3:
+            return cls(stacked)
+        return cls(*(query.contiguous() for query in stacked.unbind(1)))
+
+
+NOBODY = Queries()
+
+
+class Scores:
+    """Of the pages that a query chooses among, for a sequence of so many sealed pages; on their way to the host."""
+
+    def __init__(self, scores: Tensor, query: Tensor, sealed: int) -> None:
+        self._query = query
+        self._sealed = sealed
+        self._scores = scores
+        self._arrived: torch.cuda.Event | None = None
+        if scores.is_cuda:
+            self._scores = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
+            self._scores.copy_(scores, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(scores.device).record_event()
+
+    def serve(self, query: Tensor, sealed: int) -> bool:
+        return self._query is query and self._sealed == sealed
+
+    def get(self) -> np.ndarray:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._scores.numpy()

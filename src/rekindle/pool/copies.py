@@ -1,40 +1,39 @@
 """Copies in host memory that nobody waits for.
 
-On a GPU what is to be copied is set apart on the device, in the order of the layers' own work, and travels to pinned
-memory on a stream of its own while the layers go on. Whoever reads it on the host first asks `Ready`.
+On a GPU what is written again is set apart on the device, in the order of the layers' own work; pages are sealed, and
+read where they lie. Both travel to slabs of pinned memory on a stream of their own while the layers go on. Whoever
+reads them on the host first asks `Ready`. Where no slab is ready a thread makes one and hands over the copies, so the
+caller never waits for memory.
 
-Pinned memory is dear to allocate (milliseconds for a few megabytes, with a lock that launches wait for), so it is cut
-from slabs that a thread keeps in stock. It stays pinned while a snapshot holds it: a GPU reads it back at the speed of
-the link, where it would read ordinary memory at a fraction of that.
+Memory that a GPU may read or write is held here until it has, since a slab that nobody holds is used again.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
+from rekindle.kernels.paging import fetch_pages
+from rekindle.pool.homes import sent
 from rekindle.snapshots.files import raw
-from rekindle.snapshots.types import Ready
+from rekindle.snapshots.slabs import EDGE, SLAB, Cuts, Piece, Slabs
+from rekindle.snapshots.types import Page, Ready
 
-SLAB = 16 << 20  # bytes; a power of two, since torch rounds pinned memory up to one
+AT_ONCE = 64  # pages that are gathered on the device at a time, on their way to the host
 RING = 4  # slabs through which memory that is not pinned goes up
 FILLERS = max(1, min((os.cpu_count() or 1) // 2, 8))  # threads that fill them
 STOCK = 8  # slabs that wait to be used, where the plan does not say
-EDGE = 256  # bytes on which every copy begins
 
-PAUSE = 1.0  # seconds before the stock asks again for memory that it was refused
+WAITING = 4  # takings that wait for memory: pages and own parts of two captures, whose buffers the plan counts
 
-log = logging.getLogger(__name__)
+PORTABLE = 1  # cudaHostRegister: for every GPU of this process
 
 
 class Passed:
@@ -55,6 +54,20 @@ class Passed:
             self._event = None
 
 
+class Later:
+    """Copies that a thread hands over when it has memory for them."""
+
+    def __init__(self, handed_over: Future[Ready]) -> None:
+        self.handed_over = handed_over
+
+    @property
+    def done(self) -> bool:
+        return self.handed_over.done() and self.handed_over.result().done
+
+    def wait(self) -> None:
+        self.handed_over.result().wait()
+
+
 class HostCopies:
     """Takes tensors of one device to host memory, and back."""
 
@@ -62,60 +75,150 @@ class HostCopies:
         """stock: slabs of pinned memory that wait to be used."""
         self._device = device
         self._stream: torch.cuda.Stream | None = None
+        self.slabs: Slabs | None = None
+        self._apart: torch.Tensor | None = None  # where pages are gathered on their way to the host
+        self._last: Ready | None = None  # of the copies to the host that were asked for last
+        self._joined: Ready | None = None  # those that the current stream waits for already
+        self._in_use: list[object] = []  # what the current stream may have been told to read …
+        self._held: deque[tuple[Ready, object]] = deque()  # … and what a GPU reads or writes, and until when
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            self._use(Slabs(stock), lambda: Passed(torch.cuda.current_stream(device)))
+            self._use(Slabs(stock, pin=pin))
+            none = torch.empty(1, 0, dtype=torch.int64, device=device)
+            fetch_pages(none, none, 16 * EDGE)  # compiled now, not by the first capture
 
-    def _use(self, slabs: Slabs, passed: Callable[[], Ready]) -> None:
-        self._slabs = slabs
+    def _use(self, slabs: Slabs) -> None:
+        self.slabs = slabs
         # Pages outlive the own parts of the snapshots beside them: in one slab they would keep each other's memory.
         self._own, self._pages = Cuts(slabs), Cuts(slabs)
-        self._uploads = Uploads(slabs.next, passed)
+        self._uploads = Uploads(partial(_whole, slabs), self._passed)
+        self._thread = ThreadPoolExecutor(1, "rekindle-copies")
 
     @property
     def pinned(self) -> bool:
-        return self._stream is not None
+        return self.slabs is not None
 
-    def take_rows(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """The rows of each in host memory, complete once `ready` is: pages, which lie behind each other and fill the
-        slabs. The tensors are contiguous and written by nobody else."""
+    # To the host
+
+    def take_pages(self, layers: Sequence[torch.Tensor], places: Sequence[int]) -> list[tuple[Page, ...]]:
+        """Copies of sealed pages [2, PAGE, kv_heads, row] by place, one per layer, the layers of a page behind each
+        other; complete once `ready` is. Nobody writes the places before the current stream has joined."""
         if not self.pinned:
-            return [list(tensor.unbind()) for tensor in tensors]
-        runs = [self._pages.rows(tensor) for tensor in tensors]
-        self._copy(runs, tensors)
-        return [[row for run in its_runs for row in run.unbind()] for its_runs in runs]
+            index = torch.tensor(places)
+            return list(zip(*(Page.all_of(layer[index], None) for layer in layers), strict=True))
+        groups = [places[start : start + AT_ONCE] for start in range(0, len(places), AT_ONCE)]
+        nbytes, shape = layers[0][0].nbytes, layers[0].shape[1:]
+        if self._apart is None:
+            size = AT_ONCE * len(layers) * nbytes
+            self._apart = torch.empty(size, dtype=torch.uint8, device=layers[0].device)
+        pieces = [_cut_rows(self._pages, len(group), len(layers) * nbytes) for group in groups]
+        self._copy([piece for its in pieces for piece in its], lambda: self._gather(layers, groups, pieces))
+        copies = list[Page]()
+        for piece in (piece for its_pieces in pieces for piece in its_pieces):
+            copies += Page.all_of(_rows_of(piece, layers[0].dtype, shape), piece.slab)
+        return [tuple(copies[i : i + len(layers)]) for i in range(0, len(copies), len(layers))]
 
-    def _copy(self, runs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
-        """Each tensor to the places for its rows, a run at a time, on the stream for it."""
-        assert self._stream is not None, "beside a CPU nothing is copied"
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for its_runs, tensor in zip(runs, tensors, strict=True):
-                for run, rows in zip(its_runs, tensor.split([len(run) for run in its_runs]), strict=True):
-                    run.copy_(rows, non_blocking=True)
-                tensor.record_stream(self._stream)  # its memory is not given to others before it has been read
+    def _gather(
+        self, layers: Sequence[torch.Tensor], groups: Sequence[Sequence[int]], pieces: Sequence[Sequence[Piece]]
+    ) -> None:
+        """Pages by place to pieces of host memory, through one buffer on the device: its stream keeps the order."""
+        assert self._apart is not None, "whoever asks for pages makes it"
+        nbytes = layers[0][0].nbytes
+        bases = torch.tensor([layer.data_ptr() for layer in layers])
+        for places, its_pieces in zip(groups, pieces, strict=True):
+            sources = bases[:, None] + torch.tensor(places) * nbytes  # [layers, pages]
+            targets = torch.arange(sources.numel()).view(len(places), -1).T * nbytes + self._apart.data_ptr()
+            addresses = sent(torch.stack((sources, targets)), self._apart.device)
+            fetch_pages(addresses[1], addresses[0], nbytes)
+            _bring(its_pieces, self._apart)
 
     def take_live(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the tensors hold now, though they are written again: set apart first, many in one buffer, since a
+        """What the tensors hold now, though they are written again: those of one shape are set apart together, since a
         launch for each would cost the caller more than the copies."""
         if not self.pinned:
             return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-        groups = list(in_groups(tensors, SLAB))
-        buffers = [torch.empty(size_of(group), dtype=torch.uint8, device=self._device) for group in groups]
-        for group, buffer in zip(groups, buffers, strict=True):
-            copy_all(cut(buffer, group), group)
-        copies = [self._own.like(buffer) for buffer in buffers]
-        self._copy([[copy] for copy in copies], buffers)
-        return [tensor for group, copy in zip(groups, copies, strict=True) for tensor in cut(copy, group)]
+        alike: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
+        for number, tensor in enumerate(tensors):
+            alike.setdefault((tensor.dtype, tensor.shape), []).append(number)
+        taken: dict[int, torch.Tensor] = {}
+        apart, pieces = list[torch.Tensor](), list[list[Piece]]()
+        for (dtype, shape), numbers in alike.items():
+            rows = torch.stack([tensors[number] for number in numbers])
+            if not rows.numel():
+                taken |= dict.fromkeys(numbers, torch.empty(shape, dtype=dtype))
+                continue
+            apart.append(rows)
+            pieces.append(_cut_rows(self._own, len(numbers), rows[0].nbytes))
+            copies = (copy for piece in pieces[-1] for copy in _rows_of(piece, dtype, shape).unbind())
+            taken |= zip(numbers, copies, strict=True)
+        self._copy([piece for its in pieces for piece in its], lambda: self._bring_all(pieces, apart))
+        return [taken[number] for number in range(len(tensors))]
+
+    def _bring_all(self, pieces: Sequence[Sequence[Piece]], apart: Sequence[torch.Tensor]) -> None:
+        for its_pieces, rows in zip(pieces, apart, strict=True):
+            _bring(its_pieces, rows.flatten().view(torch.uint8))
+            if self._stream is not None:
+                rows.record_stream(self._stream)  # its memory is not given to others before it has been read
+
+    def _copy(self, pieces: Sequence[Piece], hand_over: Callable[[], None]) -> None:
+        """Copies to the pieces, on the stream for it: now, or by the thread if some have yet to be made, or if it has
+        earlier ones to hand over."""
+        self.let_go()
+        begin = self._after_current()
+        waiting = [ready for ready, _ in self._held if isinstance(ready, Later) and not ready.handed_over.done()]
+        if len(waiting) >= WAITING:
+            waiting[0].handed_over.result()
+        if waiting or not all(piece.slab.pinned for piece in pieces):
+            self._last = Later(self._thread.submit(self._make_and_copy, pieces, hand_over, begin))
+        else:
+            self._last = self._on_stream(hand_over, begin)
+        self._held.append((self._last, pieces))
+
+    def _make_and_copy(self, pieces: Sequence[Piece], hand_over: Callable[[], None], begin: Begin) -> Ready:
+        for piece in pieces:
+            piece.slab.make()
+        return self._on_stream(hand_over, begin)
+
+    def _after_current(self) -> Begin:
+        """Makes the copies' stream wait for all that was handed to the current one until now."""
+        assert self._stream is not None, "beside a CPU nothing is copied"
+        return partial(self._stream.wait_event, torch.cuda.current_stream(self._device).record_event())
+
+    def _on_stream(self, hand_over: Callable[[], None], begin: Begin) -> Ready:
+        assert self._stream is not None, "beside a CPU nothing is copied"
+        with torch.cuda.stream(self._stream):
+            begin()
+            hand_over()
+        return Passed(self._stream)
+
+    def ready(self) -> Ready | None:
+        """Of all that was taken so far; None where nothing is waited for."""
+        return self._last
+
+    def join(self) -> None:
+        """What the device runs from now on finds every copy complete, and may write what was copied."""
+        if self._last is self._joined or self._last is None:
+            return
+        if isinstance(self._last, Later):
+            self._last.handed_over.result()
+        self._follow_copies()
+        self._joined = self._last
+
+    def _follow_copies(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    # To the device
 
     def send(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Host memory to the device, (to, from) each, on the current stream."""
         ordinary = list[tuple[torch.Tensor, torch.Tensor]]()
         for to, tensor in pairs:
-            if self.pinned and not tensor.is_pinned():
+            if self.pinned and tensor.nbytes and not tensor.is_pinned():
                 ordinary.append((to, tensor))
             else:
                 to.copy_(tensor, non_blocking=True)
+                self.hold(tensor)
         targets = iter([to for to, _ in ordinary])
         for group in self.through([tensor for _, tensor in ordinary]) if ordinary else ():
             for tensor in group:
@@ -126,20 +229,71 @@ class HostCopies:
         assert self.pinned, "only what goes to a GPU goes through pinned memory"
         return self._uploads.through(tensors)
 
-    def ready(self) -> Ready | None:
-        """Of all that was taken so far; None where nothing is waited for."""
-        return None if self._stream is None else Passed(self._stream)
+    # What a GPU still reads or writes
 
-    def join(self) -> None:
-        """What the device runs from now on finds every copy complete."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+    def hold(self, memory: object) -> None:
+        """Keep it until the device has done all that is handed to the current stream before the next `let_go`."""
+        if self.pinned:
+            self._in_use.append(memory)
+
+    def let_go(self) -> None:
+        """Of what the device has done with."""
+        if self._in_use:
+            self._held.append((self._passed(), self._in_use))
+            self._in_use = []
+        while self._held and self._held[0][0].done:
+            self._held.popleft()
+
+    def _passed(self) -> Ready:
+        return Passed(torch.cuda.current_stream(self._device))
 
     def stop(self) -> None:
         """End the threads. What was taken stays good."""
-        if self.pinned:
-            self._slabs.stop()
+        if self.slabs is not None:
+            self._thread.shutdown()
+            self.slabs.stop()
             self._uploads.stop()
+
+
+Begin = Callable[[], object]
+
+
+def pin(address: int, nbytes: int) -> Callable[[], object] | None:
+    """For every GPU of this process, at the same address."""
+    driver = torch.cuda.cudart()
+    if int(driver.cudaHostRegister(address, nbytes, PORTABLE)):
+        return None
+    return partial(driver.cudaHostUnregister, address)
+
+
+def _whole(slabs: Slabs) -> torch.Tensor:
+    """A slab, made."""
+    piece = slabs.take(slabs.size)
+    piece.slab.make()
+    return torch.from_numpy(piece.memory)
+
+
+def _cut_rows(cuts: Cuts, count: int, nbytes: int) -> list[Piece]:
+    """For so many rows of such size, in as few pieces as can be."""
+    pieces = list[Piece]()
+    while count:
+        fitting = min(count, cuts.fitting(nbytes))
+        pieces.append(cuts.cut(fitting * nbytes))
+        count -= fitting
+    return pieces
+
+
+def _rows_of(piece: Piece, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return torch.from_numpy(piece.memory).view(dtype).view(-1, *shape)
+
+
+def _bring(pieces: Sequence[Piece], data: torch.Tensor) -> None:
+    """Bytes on the device, one behind the other, to the pieces; on the current stream."""
+    start = 0
+    for piece in pieces:
+        stop = start + piece.memory.nbytes
+        torch.from_numpy(piece.memory).copy_(data[start:stop], non_blocking=True)
+        start = stop
 
 
 def in_one_piece(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -151,10 +305,6 @@ def in_one_piece(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not behind or first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
         return torch.stack(list(tensors))
     return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
-
-
-def allocate_pinned(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def size_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -183,20 +333,6 @@ def in_groups(tensors: Iterable[torch.Tensor], most: int) -> Iterator[list[torch
         size += size_of([tensor])
     if group:
         yield group
-
-
-def copy_all(to: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """On one device. What lies in one piece is copied by one launch for all of a type."""
-    kinds: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for place, tensor in zip(to, tensors, strict=True):
-        if tensor.is_contiguous() and tensor.nbytes:
-            places, sources = kinds.setdefault(tensor.dtype, ([], []))
-            places.append(place)
-            sources.append(tensor)
-        else:
-            place.copy_(tensor)
-    for places, sources in kinds.values():
-        torch._foreach_copy_(places, sources)
 
 
 class Uploads:
@@ -271,89 +407,3 @@ def _fill_places(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
     # Not by torch, whose copies would call threads of their own.
     for place, tensor in zip(places, tensors, strict=True):
         np.copyto(raw(place), raw(tensor))
-
-
-class Slabs:
-    """Pinned memory in pieces of one size, some of which a thread keeps in stock. A slab is given back when nothing
-    cut from it is held any more."""
-
-    def __init__(
-        self,
-        stock: int,
-        size: int = SLAB,
-        allocate: Callable[[int], torch.Tensor] = allocate_pinned,
-        pause: float = PAUSE,
-    ) -> None:
-        """pause: seconds before memory that was refused is asked for again."""
-        self.size = size
-        self.allocate = allocate
-        self.refused = 0  # times that the stock did not get memory
-        self._pause = pause
-        self._stock: queue.Queue[torch.Tensor] = queue.Queue(max(1, stock))  # a queue for 0 has no end
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._restock, name="rekindle-pinned", daemon=True)
-        self._thread.start()
-
-    def _restock(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                slab = self.allocate(self.size)
-            except RuntimeError as error:  # the system's answer may be another one soon
-                if not self.refused:
-                    log.warning("no pinned memory for the stock, asking again every %g s: %s", self._pause, error)
-                self.refused += 1
-                self._stopped.wait(self._pause)
-                continue
-            self._stock.put(slab)
-
-    def next(self) -> torch.Tensor:
-        """A whole one."""
-        try:
-            return self._stock.get_nowait()
-        except queue.Empty:
-            return self.allocate(self.size)
-
-    def stop(self) -> None:
-        """Give back the stock. Whoever asks from now on waits for the system."""
-        self._stopped.set()
-        self._empty()  # the thread may wait for room; it puts one slab more at most
-        self._thread.join()
-        self._empty()
-
-    def _empty(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                self._stock.get_nowait()
-
-
-class Cuts:
-    """Memory cut from slabs, in order, for what lives about equally long."""
-
-    def __init__(self, slabs: Slabs) -> None:
-        self._slabs = slabs
-        self._slab = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory for a contiguous copy of the tensor."""
-        if not tensor.numel():
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        return self._cut(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-
-    def rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The same in runs of rows: as many as the slab in use still holds, then as many as the next one does."""
-        runs, left, nbytes = list[torch.Tensor](), tensor, tensor[0].nbytes
-        while len(left):
-            fitting = (self._slab.nbytes - self._used) // nbytes or self._slabs.size // nbytes or 1
-            runs.append(self.like(left[:fitting]))
-            left = left[fitting:]
-        return runs
-
-    def _cut(self, nbytes: int) -> torch.Tensor:
-        if nbytes > self._slabs.size:
-            return self._slabs.allocate(nbytes)
-        if self._used + nbytes > self._slab.nbytes:
-            self._slab, self._used = self._slabs.next(), 0
-        cut = self._slab[self._used : self._used + nbytes]
-        self._used += -(-nbytes // EDGE) * EDGE
-        return cut

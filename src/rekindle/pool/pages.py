@@ -21,17 +21,13 @@ from math import prod
 import numpy as np
 import torch
 
+from rekindle.errors import PoolFull
 from rekindle.kernels.paging import fetch_pages
-from rekindle.pool.choice import SINK, is_kept
+from rekindle.pool.choice import NOBODY, SINK, TAIL, Noted, Queries, Scores, is_kept
 from rekindle.pool.copies import STOCK, HostCopies, in_one_piece
+from rekindle.pool.homes import Homes, sent
 from rekindle.snapshots.types import Page
 from rekindle.spec import PAGE
-
-AT_ONCE = 64  # pages that are set apart on the device while they are copied to the host
-
-
-class PoolFull(Exception):
-    """No page is free. The engine answers it by setting a sequence aside, so it never reaches a client."""
 
 
 class Worth(IntEnum):
@@ -50,16 +46,22 @@ class HeldPage:
     place: int | None  # on the device; None: away
     copies: tuple[Page, ...] | None = None  # in host memory, one per layer
     holders: int = 1
-    addresses: tuple[int, ...] | None = None  # of the copies, if all are pinned
+    berth: int | None = None  # the number by which a GPU finds the copies, if all are pinned
     keys: torch.Tensor | None = None  # [layers, kv_heads, dim] float16: mean direction of its keys, if pages are chosen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Undo:
-    """What a rewindable segment replaced: rewinding to before the page edge it crossed brings it back."""
+    """What a rewindable segment found, and the query that it noted: rewinding into it goes on from there."""
 
     position: int
-    query: torch.Tensor | None
+    queries: Queries
+    chosen: tuple[int, ...] | None
+    noted: Noted | None = None
+
+    def queries_at(self, position: int) -> Queries:
+        noted = self.noted if self.noted is not None and self.noted.position < position else None
+        return self.queries.behind_rows(self.position, position, noted)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +70,8 @@ class Laid:
     every step would cost as much as the step."""
 
     places: np.ndarray  # int32
+    away: int  # of them
+    unread: int  # of these: copies that the device cannot read itself
     pages: int
     chosen: tuple[int, ...] | None
     moves: int
@@ -80,9 +84,9 @@ class Laid:
 class PageTable:
     """The pages of one sequence: page i holds positions [i·PAGE, (i + 1)·PAGE); the last one may be open.
 
-    chosen, query and keys matter in sparse mode only: the sealed pages that are attended (None: all, or not chosen
-    yet), the query they are chosen by, and what it is compared with. chosen is a function of query and position //
-    PAGE, so it is never stored.
+    chosen, queries, keys and scores matter in sparse mode only: the sealed pages that are attended (None: all, or not
+    chosen yet), what they are chosen by, what that is compared with, and the last result. chosen is a function of
+    queries.now and position // PAGE, so it is never stored.
     """
 
     number: int = 0  # among the pool's tables
@@ -90,10 +94,11 @@ class PageTable:
     position: int = 0
     turn: int = 0  # the pool's clock when the sequence last ran
     chosen: tuple[int, ...] | None = None
-    query: torch.Tensor | None = None  # [layers, heads, dim] float32
+    queries: Queries = NOBODY
     keys: torch.Tensor | None = None  # [pages, layers, kv_heads, dim] float16: those of its first pages
+    scores: Scores | None = None
     undo: Undo | None = None
-    laid: Laid | None = None  # the last answer of PagePool.places_of
+    laid: Laid | None = None  # the last answer of PagePool.lay
 
     @property
     def sealed(self) -> int:
@@ -152,6 +157,8 @@ class PagePool:
         self._leaving: list[tuple[Worth, HeldPage]] | None = None  # who may go away, the first to go at the end
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.copies = HostCopies(device, slabs)
+        # While a table is restored all its pages are away, whatever places are free.
+        self.homes = Homes(self.kv, self.total) if self.copies.pinned and layers else None
 
     @property
     def free(self) -> int:
@@ -172,17 +179,25 @@ class PagePool:
         self.tables.append(table)
         return table
 
-    def places_of(self, table: PageTable) -> np.ndarray:
-        """The place of every attended page, int32; the scratch page stands for those that are away."""
+    def lay(self, table: PageTable) -> Laid:
+        """Where the attended pages lie: their places, the berths of those that are away, or the scratch page."""
         laid = table.laid
         if laid is None or not laid.holds(table, self._moves):
-            held = (table.pages[i].place for i in table.attended())
-            places = np.fromiter((self.scratch_page if place is None else place for place in held), np.int32)
-            laid = table.laid = Laid(places, len(table.pages), table.chosen, self._moves)
-        return laid.places
+            held = [table.pages[i] for i in table.attended()]
+            away = [page for page in held if page.place is None]
+            places = np.fromiter((self._number(page) for page in held), np.int32)
+            unread = sum(page.berth is None for page in away)
+            laid = table.laid = Laid(places, len(away), unread, len(table.pages), table.chosen, self._moves)
+        return laid
+
+    def _number(self, page: HeldPage) -> int:
+        """What the page is called in tables."""
+        number = page.berth if page.place is None else page.place
+        return self.scratch_page if number is None else number
 
     def tick(self, tables: Sequence[PageTable]) -> None:
         """These sequences run now."""
+        self.copies.let_go()
         self.clock += 1
         for table in tables:
             table.turn = self.clock
@@ -193,9 +208,8 @@ class PagePool:
         missing = table.missing(end)
         if missing > self.free:
             raise PoolFull(f"{missing} pages are needed, {self.free} of {self.total} are free")
-        for _ in range(missing):
-            table.pages.append(HeldPage(self._place_to_write()))
-            self._held += 1
+        table.pages += [HeldPage(place) for place in self._places_to_write(missing)]
+        self._held += missing
 
     def truncate(self, table: PageTable, position: int) -> None:
         """Forget the positions from `position` on. A page that others share is not cut into but copied."""
@@ -203,44 +217,48 @@ class PagePool:
         self._leaving = None
         keep = -(-position // PAGE)
         self._moves += keep < len(table.pages)
-        for page in table.pages[keep:]:
-            self._release(page)
+        self._release(table.pages[keep:])
         del table.pages[keep:]
         if position % PAGE:
             self._open_last_page(table)
-        if table.undo is not None and position // PAGE * PAGE <= table.undo.position:
-            table.query = table.undo.query
-        table.position, table.chosen, table.undo = position, None, None
+        undo, table.chosen, table.undo = table.undo, None, None
+        if undo is not None:
+            table.queries = undo.queries_at(position)
+            if position // PAGE == undo.position // PAGE:
+                table.chosen = undo.chosen
+        table.position = position
         if table.keys is not None:
             table.keys = table.keys[: table.sealed]
 
     def clear(self, table: PageTable) -> None:
         self._leaving = None
         self._moves += 1
-        for page in table.pages:
-            self._release(page)
+        self._release(table.pages)
+        self.copies.let_go()
         table.pages.clear()
         table.position = 0
-        table.chosen = table.query = table.keys = table.undo = None
+        table.chosen = table.keys = table.scores = table.undo = None
+        table.queries = NOBODY
 
     def _open_last_page(self, table: PageTable) -> None:
         page = table.pages[-1]
         if page.holders > 1:
             if self.free < 1:
                 raise PoolFull(f"a page of its own is needed, 0 of {self.total} are free")
-            own = HeldPage(self._place_to_write())
+            (place,) = self._places_to_write(1)
+            own = HeldPage(place)
             self._held += 1
             data = self.all_data(page)
             self._aside(lambda: self._write(own, data))
-            self._release(page)
+            self._release([page])
             table.pages[-1] = own
             self._moves += 1
             return
         if page.place is None:
             self._moves += 1
-            data, page.place = self.all_data(page), self._place_to_write()
+            data, (page.place,) = self.all_data(page), self._places_to_write(1)
             self._aside(lambda: self._write(page, data))
-        self._forget_copies(page)
+        self._forget_copies([page])
         page.keys = None
 
     def data(self, page: HeldPage, layer: int) -> torch.Tensor:
@@ -253,27 +271,38 @@ class PagePool:
     def all_data(self, page: HeldPage) -> list[torch.Tensor]:
         return [self.data(page, layer) for layer in range(len(self.kv))]
 
+    def addresses_of(self, pages: Sequence[HeldPage]) -> torch.Tensor | None:
+        """Where the pages lie, int64 [layers, pages] on the device; None where it cannot read all of them itself."""
+        if self.homes is None or any(page.place is None and page.berth is None for page in pages):
+            return None
+        return self.homes.of([self._number(page) for page in pages])
+
+    def keys_of(self, pages: Sequence[HeldPage]) -> torch.Tensor:
+        """The keys of all their positions, on the device: [layers, pages, PAGE, kv_heads, row]."""
+        sources = self.addresses_of(pages)
+        if sources is None:
+            by_layer = ([self.data(page, i)[0].to(self.device) for page in pages] for i in range(len(self.kv)))
+            return torch.stack([torch.stack(layer) for layer in by_layer])
+        kv = self.kv[0]
+        keys = torch.empty(len(self.kv), len(pages), *kv.shape[2:], dtype=kv.dtype, device=self.device)
+        nbytes = keys[0, 0].nbytes  # a page begins with its keys
+        places = torch.arange(sources.numel(), device=self.device) * nbytes + keys.data_ptr()
+        fetch_pages(places.view(sources.shape), sources, nbytes)
+        return keys
+
     # Snapshots
 
     def export(self, pages: Sequence[HeldPage]) -> list[tuple[Page, ...]]:
         """Host copies of sealed pages, one per layer; made once, then shared by every snapshot that has them. They
         are complete once `copies` is ready."""
         fresh = [page for page in pages if page.copies is None]
-        for start in range(0, len(fresh), AT_ONCE):
-            if start and (ready := self.copies.ready()) is not None:
-                ready.wait()
-            self._export(fresh[start : start + AT_ONCE])
+        if fresh:
+            places = [page.place for page in fresh if page.place is not None]
+            assert len(places) == len(fresh), "a page without copies has a place"
+            for page, copies in zip(fresh, self.copies.take_pages(self.kv, places), strict=True):
+                page.copies = copies
+                self._live[copies[0]] = page
         return [page.copies or () for page in pages]
-
-    def _export(self, fresh: Sequence[HeldPage]) -> None:
-        assert all(page.place is not None for page in fresh), "a page without copies has a place"
-        places = torch.tensor([page.place for page in fresh]).to(self.device, non_blocking=True)
-        by_layer = self.copies.take_rows([layer[places] for layer in self.kv])
-        for page, copies in zip(fresh, zip(*by_layer, strict=True), strict=True):
-            page.copies = tuple(Page(copy, self.copies.pinned) for copy in copies)
-            page.addresses = self._addresses(page.copies)
-            if page.copies:
-                self._live[page.copies[0]] = page
 
     def adopt(self, copies: tuple[Page, ...]) -> HeldPage:
         """The page with these bytes: the one that live sequences hold, or a new one, away."""
@@ -283,16 +312,17 @@ class PagePool:
             return live
         if self.free < 1:
             raise PoolFull(f"a page is needed, 0 of {self.total} are free")
-        page = HeldPage(None, copies, addresses=self._addresses(copies))
+        page = HeldPage(None, copies)
+        self._moor(page)
         self._held += 1
         self._live[copies[0]] = page
         return page
 
-    def _addresses(self, copies: Sequence[Page]) -> tuple[int, ...] | None:
-        """Where a GPU can read the copies itself. Pages that came from disk or over a link are not pinned."""
-        if self.device.type != "cuda" or not all(copy.pinned for copy in copies):
-            return None
-        return tuple(copy.data.data_ptr() for copy in copies)
+    def _moor(self, page: HeldPage) -> None:
+        """Let a GPU find the copies of a page that is away. What came from disk or over a link is not pinned."""
+        copies = page.copies or ()
+        if self.homes is not None and page.berth is None and all(copy.pinned for copy in copies):
+            page.berth = self.homes.take(tuple(copy.address for copy in copies))
 
     def check_room(self, table: PageTable, copies: Sequence[Page], position: int) -> None:
         """Refuse where the table, once cleared, could not adopt these pages (by first layer) and reach `position`."""
@@ -304,21 +334,29 @@ class PagePool:
         if missing > free:
             raise PoolFull(f"{missing} pages are needed, {free} of {self.total} are free")
 
-    def _release(self, page: HeldPage) -> None:
-        assert page.holders > 0, "a page is released more often than it was taken"
-        page.holders -= 1
-        if page.holders:
-            return
-        self._held -= 1
-        self._forget_copies(page)
-        if page.place is not None:
-            self._free.append(page.place)
-            page.place = None
+    def _release(self, pages: Sequence[HeldPage]) -> None:
+        for page in pages:
+            assert page.holders > 0, "a page is released more often than it was taken"
+            page.holders -= 1
+        gone = [page for page in pages if not page.holders]
+        self._held -= len(gone)
+        self._forget_copies(gone)
+        for page in gone:
+            if page.place is not None:
+                self._free.append(page.place)
+                page.place = None
 
-    def _forget_copies(self, page: HeldPage) -> None:
-        if page.copies:
-            self._live.pop(page.copies[0], None)
-        page.copies = page.addresses = None
+    def _forget_copies(self, pages: Sequence[HeldPage]) -> None:
+        copied = [page for page in pages if page.copies]
+        self.copies.hold([page.copies for page in copied])
+        if any(page.place is not None for page in copied):  # whoever writes there waits until it has been copied
+            self.copies.join()
+        for page in copied:
+            if page.copies:
+                self._live.pop(page.copies[0], None)
+            if page.berth is not None and self.homes is not None:
+                self.homes.give_back(page.berth)
+            page.copies = page.berth = None
 
     def stop(self) -> None:
         """End the threads. Copies that snapshots hold stay good."""
@@ -330,25 +368,33 @@ class PagePool:
         """Give places to the attended pages that are away: sink and tail first, then the latest."""
         if not self.away:
             return
-        attended = range(table.sealed) if table.chosen is None else table.chosen
-        away = [i for i in attended if table.pages[i].place is None]
+        away = [i for i in self._hopeful(table) if table.pages[i].place is None]
         away.sort(key=lambda i: (not is_kept(i, table.sealed), -i))
-        coming = []
-        for i in away:
-            place = self._take_place(Worth.KEPT if is_kept(i, table.sealed) else Worth.WANTED)
-            if place is None:
-                break
-            page = table.pages[i]
+        worths = [Worth.KEPT if is_kept(i, table.sealed) else Worth.WANTED for i in away]
+        coming = [table.pages[i] for i in away]
+        places = self._take_places(worths)
+        if not places:
+            return
+        del coming[len(places) :]
+        for page, place in zip(coming, places, strict=True):
             page.place = place
-            coming.append(page)
-        if coming:
-            self._moves += 1
-            try:
-                self._aside(lambda: self._fetch(coming))
-            except BaseException:
-                self._go_back(coming)
-                raise
-            self.count(page_ins=len(coming))
+        self._moves += 1
+        try:
+            self._aside(lambda: self._fetch(coming))
+        except BaseException:
+            self._go_back(coming)
+            raise
+        self.count(page_ins=len(coming))
+
+    def _hopeful(self, table: PageTable) -> Sequence[int]:
+        """Attended sealed pages that may get a place: where none is free and nobody skips any, sink and tail alone."""
+        if table.chosen is not None:
+            return table.chosen
+        everyone = range(table.sealed)
+        return everyone if self._free or self._some_skip() else [*everyone[:SINK], *everyone[SINK:][-TAIL:]]
+
+    def _some_skip(self) -> bool:
+        return any(table.chosen is not None for table in self.tables)
 
     def _go_back(self, pages: Sequence[HeldPage]) -> None:
         """What did not arrive stays away. Places may be written again at once: the current stream has joined."""
@@ -358,23 +404,34 @@ class PagePool:
             self._free.append(page.place)
             page.place = None
 
-    def _place_to_write(self) -> int:
-        place = self._take_place(Worth.WRITTEN)
-        if place is None:
+    def _places_to_write(self, count: int) -> list[int]:
+        places = self._take_places([Worth.WRITTEN] * count)
+        if len(places) < count:
+            self._free += places
             raise PoolFull(f"all {self.places} places on the device hold open pages")
-        return place
+        return places
 
-    def _take_place(self, worth: Worth) -> int | None:
-        """A free place, or that of the least wanted page if it is worth less."""
-        if not self._free:
-            if worth is Worth.WANTED and all(table.chosen is None for table in self.tables):
-                return None  # nobody skips pages, so none is spare
-            if self._leaving is None:
-                self._leaving = self._line_up()
-            if not self._leaving or self._leaving[-1][0] >= worth:
-                return None
-            self._send_away(self._leaving.pop()[1])
-        return self._free.pop()
+    def _take_places(self, worths: Sequence[Worth]) -> list[int]:
+        """Places for the first of these, as many as can be had: free ones, and those of pages that are worth less,
+        which go away together. The most wanted come first."""
+        leaving = list[HeldPage]()
+        for worth in worths[len(self._free) :]:
+            page = self._least_wanted(worth)
+            if page is None:
+                break
+            leaving.append(page)
+        self._send_away(leaving)
+        return [self._free.pop() for _ in range(min(len(worths), len(self._free)))]
+
+    def _least_wanted(self, worth: Worth) -> HeldPage | None:
+        """The page that goes away for one of this worth."""
+        if worth is Worth.WANTED and not self._some_skip():
+            return None  # none is spare
+        if self._leaving is None:
+            self._leaving = self._line_up()
+        if not self._leaving or self._leaving[-1][0] >= worth:
+            return None
+        return self._leaving.pop()[1]
 
     def _line_up(self) -> list[tuple[Worth, HeldPage]]:
         """Resident sealed pages, most wanted first. A shared page is worth what its keenest holder gives."""
@@ -394,14 +451,18 @@ class PagePool:
         ranked = sorted(worths.items(), key=lambda item: item[1], reverse=True)
         return [(rank[0], page) for page, rank in ranked]
 
-    def _send_away(self, page: HeldPage) -> None:
-        self.export([page])
+    def _send_away(self, pages: Sequence[HeldPage]) -> None:
+        if not pages:
+            return
+        self.export(pages)
         self.copies.join()
-        assert page.place is not None, "only a resident page can be sent away"
-        self._free.append(page.place)
-        page.place = None
+        for page in pages:
+            assert page.place is not None, "only a resident page can be sent away"
+            self._free.append(page.place)
+            page.place = None
+            self._moor(page)
         self._moves += 1
-        self.count(page_outs=1)
+        self.count(page_outs=len(pages))
 
     def _aside(self, move: Callable[[], None]) -> None:
         """On a stream of its own, so that the host goes on; the layers wait for it, and it for whoever still reads."""
@@ -423,21 +484,20 @@ class PagePool:
 
     def _fetch(self, pages: Sequence[HeldPage]) -> None:
         """Copies in host memory to the places of the pages; a GPU reads those that are pinned itself."""
-        pinned = [page for page in pages if page.addresses is not None]
-        others = [page for page in pages if page.addresses is None]
+        pinned = {page.berth: page.place for page in pages if page.berth is not None and page.place is not None}
+        others = [page for page in pages if page.berth is None]
+        if self.homes is not None and pinned:
+            targets, sources = self.homes.of([*pinned.values()]), self.homes.of([*pinned.keys()])
+            fetch_pages(targets, sources, self.homes.page_bytes)
         if self.copies.pinned and others:
             self._upload(others)
-            others = []
-        for some in filter(None, (pinned, others)):
-            places = torch.tensor([page.place for page in some]).to(self.device, non_blocking=True)
-            addresses = addresses_of(some, self.device)
-            for i, layer in enumerate(self.kv):
-                copies = [page.copies[i].data for page in some if page.copies is not None]
-                fetch_pages(layer, copies, places, None if addresses is None else addresses[i])
+            return
+        for page in others:
+            self._write(page, [copy.data for copy in page.copies or ()])
 
     def _upload(self, pages: Sequence[HeldPage]) -> None:
         """Pages that are not pinned, as many at a time as a slab holds, with all their layers."""
-        places = torch.tensor([page.place for page in pages]).to(self.device, non_blocking=True)
+        places = sent(torch.tensor([page.place for page in pages]), self.device)
         columns = (in_one_piece([copy.data for copy in page.copies]) for page in pages if page.copies is not None)
         for group in self.copies.through(columns):
             arrived = in_one_piece(group).to(self.device, non_blocking=True)  # [pages, layers, 2, PAGE, kv_heads, row]
@@ -467,11 +527,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
-
-
-def addresses_of(pages: Sequence[HeldPage], device: torch.device) -> torch.Tensor | None:
-    """Where the copies lie, int64 [layers, pages] on the device; None where it cannot read all of them itself."""
-    known = [page.addresses for page in pages if page.addresses is not None]
-    if len(known) < len(pages):
-        return None
-    return torch.tensor(known).T.contiguous().to(device, non_blocking=True)

@@ -1,37 +1,60 @@
 """How the layers read the pool: over resident pages on the device, over pages that are away where they lie.
 
-exact    every page counts. What is away is attended from host memory (CPU) or streamed through two small buffers on a
-         stream of its own (GPU), and merged by log-sum-exp. On a CPU the pages are attended in the very groups of
-         `attend`, so the bits do not depend on where pages lie.
+exact    every page counts. Few rows read what is away where it lies: on a GPU one kernel reads every page by its
+         address, over the link if it must. For many rows, which would read it many times, it is streamed through two
+         small buffers on a stream of its own and merged by log-sum-exp. On a CPU the pages are attended in the very
+         groups of `attend`, so the bits do not depend on where pages lie.
 sparse   only chosen pages count; which those are is a function of the sequence's state alone (choice.py). If several
-         sequences choose more than the pool holds, the rest is streamed as in exact mode.
+         sequences choose more than the pool holds, the rest is read as in exact mode.
 
-Where nothing that counts is away, tables list just the pages that count, and the plain kernel reads those: a step over
-such tables can be recorded and replayed, whatever it leaves out.
+Tables list just the pages that count. A step of few rows can be recorded and replayed, whatever it leaves out and
+wherever the rest lies, unless host memory is not pinned (pages that came from disk or over a link).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rekindle.batch import Segment
-from rekindle.kernels.attention import GROUP, attend, attend_gated, attend_partial, merge_partials, sigmoid_gate
+from rekindle.kernels.attention import (
+    FAR_ROWS,
+    GROUP,
+    attend,
+    attend_far,
+    attend_gated,
+    attend_partial,
+    attend_whole,
+    merge_partials,
+    sigmoid_gate,
+)
 from rekindle.kernels.attention.naive import ROWS
 from rekindle.kernels.paging import fetch_pages
 from rekindle.kernels.ragged import Ragged
-from rekindle.pool.choice import KvMode, Policy, choose, deciding_row, key_directions, score_pages
-from rekindle.pool.pages import HeldPage, PagePool, PageTable, Undo, addresses_of
+from rekindle.pool.choice import (
+    SINK,
+    TAIL,
+    KvMode,
+    Noted,
+    Policy,
+    Queries,
+    Scores,
+    choose,
+    deciding_row,
+    key_directions,
+    score_pages,
+)
+from rekindle.pool.homes import sent
+from rekindle.pool.pages import HeldPage, Laid, PagePool, PageTable, Undo
 from rekindle.spec import PAGE
 
 STAGED = 64  # pages of one layer in each of the two buffers between host and device
-PARTS = 8  # results over staged pages that wait to be merged together …
-FEW_ROWS = 64  # … where rows are few; a chunk's results are large and merged one by one
+KEYED = 16  # pages whose keys are averaged at once, in all layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +76,11 @@ class Reach:
         return [i for i in self.attended if self.table.pages[i].place is None]
 
     @property
+    def sealed(self) -> list[HeldPage]:
+        """The pages that these rows fill up."""
+        return self.table.pages[self.position // PAGE : (self.position + self.count) // PAGE]
+
+    @property
     def skipped(self) -> int:
         return len(self.table.pages) - len(self.attended)
 
@@ -61,10 +89,11 @@ class Reach:
 class Seat:
     """What the layout of a batch needs to know of one segment's pages."""
 
-    places: np.ndarray  # int32, where the attended pages lie
+    places: np.ndarray  # int32, the numbers of the attended pages: places, or berths of those that are away
     skipped: int  # pages left out, all before the segment
     noted: int | None  # the row of the batch whose query is noted …
     table: int  # … for this table
+    far: bool = False  # some of the batch's pages are away, and read where they lie
 
 
 class PoolReader:
@@ -78,14 +107,19 @@ class PoolReader:
         self.policy = policy
         self._reaches: tuple[Reach, ...] = ()
         self._routes: list[_Route] = []  # of the reaches, made when the first layer needs them
-        self._away = False
+        self._away = 0  # pages that the prepared batch attends, but the device does not hold
+        self._readable = False  # the device reads them where they lie
+        self._rewindable = False
         self._queries: Tensor | None = None  # [layers, tables + 1, heads, dim] float32; the last place is for padding
         self._staging: _Staging | None = None
 
-    @property
-    def replayable(self) -> bool:
-        """All that the prepared batch attends lies in the pool: a recorded step reads the same."""
-        return not self._away
+    def far(self, rows: int) -> bool:
+        """Whether segments of so many rows, over what the prepared batch attends, read some pages where they lie."""
+        return self._away > 0 and self._readable and rows <= FAR_ROWS
+
+    def replayable(self, rows: int) -> bool:
+        """Whether a recorded step of such segments can: the device reads all that they attend."""
+        return not self._away or self.far(rows)
 
     @property
     def skipping(self) -> frozenset[int]:
@@ -94,9 +128,15 @@ class PoolReader:
 
     def seats(self) -> list[Seat]:
         """Of the prepared batch, segment by segment."""
-        noting = self.policy == "qk"
+        noting, far = self.policy == "qk", self.far(max(reach.count for reach in self._reaches))
         return [
-            Seat(self.pool.places_of(reach.table), reach.skipped, reach.decides if noting else None, reach.table.number)
+            Seat(
+                self.pool.lay(reach.table).places,
+                reach.skipped,
+                reach.decides if noting else None,
+                reach.table.number,
+                far,
+            )
             for reach in self._reaches
         ]
 
@@ -118,61 +158,103 @@ class PoolReader:
             first += len(segment)
         self._reaches = tuple(reaches)
         self._routes = []
+        self._rewindable = rewindable
+        self._look_where([self.pool.lay(table) for table in tables])
         skipped = sum(reach.skipped for reach in reaches)
-        away = sum(len(reach.away()) for reach in reaches) if self.pool.away else 0
-        self._away = away > 0
-        if skipped or away:
-            self.pool.count(away_attended=away, skipped=skipped)
+        if skipped or self._away:
+            self.pool.count(away_attended=self._away, skipped=skipped)
+
+    def _look_where(self, laid: Sequence[Laid]) -> None:
+        """What the device does not hold, and whether it can read that itself."""
+        homes = self.pool.homes
+        self._away = sum(table.away for table in laid)
+        self._readable = homes is not None and not any(table.unread for table in laid)
+        if homes is not None and self._away:
+            homes.send()
 
     def _reach(self, segment: Segment, table: PageTable, first: int, rewindable: bool) -> Reach:
         row = deciding_row(segment.position, segment.end, rewindable) if self.mode == "sparse" else None
         table.undo = None
-        if row is not None and rewindable:
-            table.undo = Undo(segment.position, None if table.query is None else table.query.clone())
+        if rewindable and self.mode == "sparse":
+            table.undo = Undo(segment.position, table.queries, table.chosen)
         decides = None if row is None else first + row
         return Reach(table, first, len(segment), segment.position, table.attended(), decides)
 
-    def take_up(self, table: PageTable, query: Tensor | None) -> None:
-        """A restored sequence: its pages are away, its query is what the straight run had at this position."""
+    def take_up(self, table: PageTable, queries: Tensor | None) -> None:
+        """A restored sequence: its pages are away, its queries are what the straight run had at this position."""
         if self.mode == "sparse":
-            table.query = None if query is None else query.to(self.pool.device)
+            table.queries = Queries.of(None if queries is None else queries.to(self.pool.device))
             self._choose(table)
+            if table.queries.next is not None:
+                self._score(table, table.queries.next, table.sealed + 1)
         self.pool.bring_back(table)
 
     def _choose(self, table: PageTable) -> None:
         if table.chosen is not None:
             return
-        room = self.pool.places - 1  # one for the open page
-        if table.sealed > room:
-            room = self.pool.places - self._open_pages
-        scores = None
-        if self.policy == "qk" and table.query is not None and table.sealed > room:
-            scores = score_pages(self._all_keys(table), table.query).cpu().numpy()
-        table.chosen = choose(table.sealed, room, scores)
+        sealed, query = table.sealed, table.queries.now
+        if query is not None and not (table.scores is not None and table.scores.serve(query, sealed)):
+            self._score(table, query, sealed)
+        scores = None if query is None or table.scores is None else table.scores.get()
+        table.chosen = choose(sealed, self._room(sealed), scores)
         self.pool.count(choices=1)
 
-    def _all_keys(self, table: PageTable) -> Tensor:
-        """Of the sealed pages; only those that were sealed since the last time are new."""
+    def _room(self, sealed: int) -> int:
+        """Pages that a sequence of so many sealed ones may attend beside the open ones."""
+        room = self.pool.places - 1
+        return room if sealed <= room else self.pool.places - self._open_pages
+
+    def _score(self, table: PageTable, query: Tensor, sealed: int) -> None:
+        """Let the device say which pages answer the query, for when so many are sealed. Nobody waits for it here.
+
+        Pages of the tail are chosen in any case. The same pages are scored together whenever that is: the same bits.
+        """
+        table.scores = None
+        if sealed > self._room(sealed):
+            keys = self._keys(table, max(SINK, sealed - TAIL))
+            table.scores = Scores(score_pages(keys, query), query, sealed)
+
+    def _keys(self, table: PageTable, count: int) -> Tensor:
+        """Of its first pages; only those that nobody asked for before are new."""
         known = 0 if table.keys is None else len(table.keys)
-        fresh = [self._keys(page) for page in table.pages[known : table.sealed]]
+        fresh = table.pages[known:count]
+        unknown = [page for page in fresh if page.keys is None]
+        for at in range(0, len(unknown), KEYED):
+            some = unknown[at : at + KEYED]
+            for page, keys in zip(some, key_directions(self.pool.keys_of(some)), strict=True):
+                page.keys = keys
         if fresh:
-            more = torch.stack(fresh)
+            more = torch.stack([page.keys for page in fresh if page.keys is not None])
             table.keys = more if table.keys is None else torch.cat((table.keys, more))
         assert table.keys is not None, "pages are chosen among sealed ones"
-        return table.keys
-
-    def _keys(self, page: HeldPage) -> Tensor:
-        if page.keys is None:
-            page.keys = key_directions([data.to(self.pool.device) for data in self.pool.all_data(page)])
-        return page.keys
+        return table.keys[:count]
 
     def advance(self) -> None:
-        """The layers have run: whoever got a new deciding query chooses anew before its next rows."""
-        for reach in self._reaches:
-            if reach.decides is not None:
-                reach.table.chosen = None
-                if self._queries is not None:
-                    reach.table.query = self._queries[:, reach.table.number]
+        """The layers have run: whoever is on another page now, or behind a chunk, chooses anew before its next rows."""
+        for reach in self._reaches if self.mode == "sparse" else ():
+            self._pass(reach)
+        if self.pool.away and not self._rewindable:
+            # The pool is short, so these will leave one day: copied while the layers run, nobody waits for it then.
+            self.pool.export([page for reach in self._reaches for page in reach.sealed])
+
+    def _pass(self, reach: Reach) -> None:
+        table, end, noted = reach.table, reach.position + reach.count, self._noted(reach)
+        if reach.count > 1 and not self._rewindable:
+            table.chosen, table.queries = None, Queries(None if noted is None else noted.query)
+            return
+        table.queries = table.queries.behind_rows(reach.position, end, noted)
+        if end // PAGE > reach.position // PAGE:
+            table.chosen = None
+        if table.undo is not None:
+            table.undo = replace(table.undo, noted=noted)
+        if noted is not None and table.queries.next is noted.query:
+            self._score(table, noted.query, noted.position // PAGE + 1)
+
+    def _noted(self, reach: Reach) -> Noted | None:
+        if reach.decides is None or self._queries is None:
+            return None
+        query = self._queries[:, reach.table.number].clone()  # the next one is noted in the same place
+        return Noted(reach.position + reach.decides - reach.first, query)
 
     # In the layers
 
@@ -180,6 +262,9 @@ class PoolReader:
         """q [rows, heads, dim] over layer number `layer` of the pool, gated -> [rows, heads · dim]."""
         if rows.noted is not None:
             self._note(layer, q, rows.noted)
+        if rows.far:
+            assert self.pool.homes is not None, "only a GPU reads pages where they lie"
+            return attend_far(q, self.pool.kv[layer], self.pool.homes.table[layer], rows, scale, gate)
         if self._away:
             out = self._attend_scattered(layer, q, rows, scale)
             return out.flatten(1) if gate is None else sigmoid_gate(out, gate)
@@ -231,7 +316,7 @@ class PoolReader:
         return attend_partial(q, kv, index, torch.tensor(group) * PAGE, row_positions, scale)
 
     def _make_routes(self) -> None:
-        self._routes = [_Route.of(reach, self.pool.device) for reach in self._reaches]
+        self._routes = [_Route.of(reach, self.pool) for reach in self._reaches]
         if self._staging is None:
             self._staging = _Staging(self.pool.kv[0])
         # What it reads comes from the current stream: the addresses above, and the copies of pages that were sent away
@@ -241,24 +326,15 @@ class PoolReader:
     def _attend_streamed(self, layer: int, q: Tensor, route: _Route, row_positions: Tensor, scale: float) -> Tensor:
         """Resident pages at once, then what is away in turns: the next pages travel while these are attended."""
         # Every row sees its own page, which is resident, so its log-sum-exp is finite from the start.
-        parts = [attend_partial(q, self.pool.kv[layer], route.places, route.positions, row_positions, scale)]
+        out, lse = attend_partial(q, self.pool.kv[layer], route.places, route.positions, row_positions, scale)
         for turn in route.away:
             assert self._staging is not None, "made with the routes"
             with self._staging.staged(turn, layer) as (kv, index):
-                more, more_lse = attend_partial(q, kv, index, turn.positions, row_positions, scale)
-            parts.append((more, more_lse))
-            if len(parts) > (PARTS if len(q) <= FEW_ROWS else 1):
-                parts = [_merge(parts)]
-        return _merge(parts)[0].to(q.dtype)
-
-
-def _merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The attention over the union of the parts and its log-sum-exp, which is finite in the first of them."""
-    if len(parts) == 1:
-        return parts[0]
-    outs, lses = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
-    lse = lses.logsumexp(0)
-    return (outs * (lses - lse).exp()[..., None]).sum(0), lse
+                more, more_lse = attend_whole(q, kv, index, scale)  # what is away is sealed, and lies before all rows
+            both = torch.logaddexp(lse, more_lse)
+            out.mul_((lse - both).exp_()[..., None]).addcmul_(more, (more_lse - both).exp_()[..., None])
+            lse = both
+        return out.to(q.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,8 +342,7 @@ class _Turn:
     """Up to STAGED pages that are away."""
 
     pages: list[HeldPage]
-    positions: Tensor  # int32, the first position in each
-    addresses: Tensor | None  # int64 [layers, pages], if all lie in pinned memory
+    addresses: Tensor | None  # int64 [layers, pages], if the device reads all of them itself
 
     def data(self, layer: int) -> list[Tensor]:
         copies = [page.copies for page in self.pages if page.copies is not None]
@@ -284,9 +359,9 @@ class _Route:
     away: list[_Turn]
 
     @classmethod
-    def of(cls, reach: Reach, device: torch.device) -> _Route:
+    def of(cls, reach: Reach, pool: PagePool) -> _Route:
         def int32(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
+            return sent(torch.tensor(values, dtype=torch.int32), pool.device)
 
         pages, away = reach.table.pages, reach.away()
         resident = {i: place for i in reach.attended if (place := pages[i].place) is not None}
@@ -294,7 +369,7 @@ class _Route:
         for at in range(0, len(away), STAGED):
             numbers = away[at : at + STAGED]
             turn = [pages[i] for i in numbers]
-            turns.append(_Turn(turn, int32([i * PAGE for i in numbers]), addresses_of(turn, device)))
+            turns.append(_Turn(turn, pool.addresses_of(turn)))
         return cls(int32(list(resident.values())), int32([i * PAGE for i in resident]), turns)
 
 
@@ -305,6 +380,9 @@ class _Staging:
         self._buffers = [torch.empty((STAGED, *kv.shape[1:]), dtype=kv.dtype, device=kv.device) for _ in range(2)]
         self._stream = torch.cuda.Stream(kv.device)
         self._index = torch.arange(STAGED, dtype=torch.int32, device=kv.device)
+        # Where the pages of each buffer lie, [1, STAGED].
+        steps = torch.arange(STAGED, device=kv.device) * self._buffers[0][0].nbytes
+        self._places = [(steps + buffer.data_ptr())[None] for buffer in self._buffers]
         self._read = [torch.cuda.Event() for _ in range(2)]  # the buffer's last reader is done
         self._turn = 0
 
@@ -319,9 +397,14 @@ class _Staging:
         buffer, read = self._buffers[self._turn], self._read[self._turn]
         current = torch.cuda.current_stream(buffer.device)
         self._stream.wait_event(read)
-        index = self._index[: len(turn.pages)]
+        count = len(turn.pages)
         with torch.cuda.stream(self._stream):
-            fetch_pages(buffer, turn.data(layer), index, None if turn.addresses is None else turn.addresses[layer])
+            if turn.addresses is not None:
+                targets = self._places[self._turn][:, :count]
+                fetch_pages(targets, turn.addresses[layer : layer + 1], buffer[0].nbytes)
+            else:
+                for place, data in zip(buffer, turn.data(layer), strict=False):
+                    place.copy_(data, non_blocking=True)
         current.wait_stream(self._stream)
-        yield buffer, index
+        yield buffer, self._index[:count]
         read.record(current)

@@ -95,6 +95,8 @@ class PrefixCache:
             self._use(entry)
             self._hang_on_disk(entry, tokens, record.id)
         disk.make_room = self._make_room_on_disk
+        disk.make_room_in_ram = self._make_room_for_load
+        disk.slabs.spare = lambda: self._memory.budget - self._memory.bytes
         if not disk.read_only:
             self._make_room_on_disk(disk.bytes - disk.budget)
         log.info("snapshots found: %d (%s) in %s", len(disk), show_bytes(disk.bytes), disk.folder)
@@ -354,12 +356,20 @@ class PrefixCache:
 
     # Evicting
 
-    def _make_room_in_ram(self) -> None:
-        while self._memory.over:
+    def _make_room_in_ram(self, coming: int = 0) -> None:
+        """For what is there, and so many bytes more."""
+        while self._memory.bytes + coming > self._memory.budget:
             victim = self._retention[Tier.RAM].victim()
             if victim is None:
-                return  # all that is left is in use
+                break  # all that is left is in use
             self._leave_ram(victim)
+        if self._disk is not None:
+            self._disk.slabs.review()
+
+    def _make_room_for_load(self, coming: int) -> None:
+        """Called by the store before it reads, on the loader's thread: what leaves now is memory for what comes."""
+        with self._lock:
+            self._make_room_in_ram(coming)
 
     def _leave_ram(self, entry: Entry) -> None:
         """To disk if it is there or can get there, otherwise away."""

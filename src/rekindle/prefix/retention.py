@@ -218,10 +218,10 @@ class Conversations:
 
 def check_budget(snapshot_bytes: int, ram: int, disk: int | None) -> list[str]:
     """Warnings for budgets in which the tier cannot do its work; `snapshot_bytes` is what one snapshot of the model
-    takes before its first page, `disk` None without a disk tier."""
+    takes before its first page, `disk` None without a disk tier. A budget of 0 is a wish to keep nothing."""
     warnings = []
     for tier, budget in ((Tier.RAM, ram), (Tier.DISK, disk)):
-        if budget is None:
+        if not budget:
             continue
         if budget < snapshot_bytes:
             warnings.append(

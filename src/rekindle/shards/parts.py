@@ -129,8 +129,10 @@ def _import_kv(entry: KvEntry, tensors: Mapping[str, torch.Tensor], held: LayerP
     if entry.kept > len(known):
         raise BadFrame(f"layer {entry.layer}: the frame builds on {entry.kept} pages, this end holds {len(known)}")
     query = tensors.get(f"{entry.layer}.query")
-    if query is not None and (query.ndim != 2 or query.dtype != torch.float32):
-        raise BadFrame(f"layer {entry.layer}: a query is [heads, dim] float32, the frame brings {_describe(query)}")
+    if query is not None and (query.ndim not in (2, 3) or query.dtype != torch.float32):
+        raise BadFrame(
+            f"layer {entry.layer}: a query is [heads, dim] float32, or two of them, the frame brings {_describe(query)}"
+        )
     return KvPart(entry.layer, (*known[: entry.kept], *map(Page, pages.unbind(0))), tail, query)
 
 

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,9 +35,10 @@ import torch
 from rekindle.errors import BadSnapshotFile, DoesNotFit, SnapshotMismatch
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots import layout, manifest
-from rekindle.snapshots.files import check_size, digest, make_folder, memory_for, read_into, sync_folder, write_whole
+from rekindle.snapshots.files import check_size, digest, make_folder, read_into, sync_folder, write_whole
 from rekindle.snapshots.layout import Pages
 from rekindle.snapshots.manifest import FORMAT, NAME, PAGE_HEADER, VERSION, Manifest, PageRow, StretchRow, key_of
+from rekindle.snapshots.slabs import Cuts, Piece, Slabs
 from rekindle.snapshots.types import Snapshot
 from rekindle.spec import PAGE
 
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 KEPT_ASIDE = 16  # manifests kept for a person to look at
 FOLDER_DIGITS = 16  # of the fingerprint
+READERS = min(os.cpu_count() or 1, 8)  # threads that read one snapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,12 +130,21 @@ class DiskStore:
     """Snapshots of one model under a directory. Thread-safe; `save` is meant for one background thread."""
 
     def __init__(
-        self, directory: Path | str, fingerprint: str, budget: int, *, clock: Callable[[], float] = time.time
+        self,
+        directory: Path | str,
+        fingerprint: str,
+        budget: int,
+        *,
+        slabs: Slabs | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """slabs: memory for what is loaded; pinned, a GPU reads it as fast as what was captured."""
         self.folder = folder_of(Path(directory), fingerprint)
         self.fingerprint = fingerprint
         self.budget = budget
-        self.make_room: Callable[[int], None] | None = None  # asked to free so many bytes before a save
+        self.make_room: Callable[[int], None] | None = None  # asked to free so many bytes before a save …
+        self.make_room_in_ram: Callable[[int], None] | None = None  # … and of RAM before a load
+        self.slabs = slabs or Slabs()
         self.bad_files = 0
         self._clock = clock
         self._objects = self.folder / "objects"
@@ -148,8 +159,10 @@ class DiskStore:
         self._bytes = 0
         self._deletion_failed = False
         self._live = _LivePages()
+        # Pages outlive the own objects they were loaded with: in one slab they would keep each other's memory.
+        self._own_cuts, self._page_cuts = Cuts(self.slabs), Cuts(self.slabs)
         self._numbers = itertools.count()
-        self._readers = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), "rekindle-disk-reader")
+        self._readers = ThreadPoolExecutor(READERS, "rekindle-disk-reader")
         self._lock_file = self._become_writer()
         self._scan()
 
@@ -405,35 +418,50 @@ class DiskStore:
         listed = manifest.read(self._manifest_path(id), self.fingerprint)
         # All lengths before any digest: a chain with a lost page is refused at once.
         for name, nbytes in listed.objects.items():
-            check_size(self._objects / name, nbytes)
+            check_size(f"{self._objects}/{name}", nbytes)
         found = {name: self._live.find(name) for name in listed.pages}
         wanted = [name for name, column in found.items() if column is None]
-        own, *read = self._verified((listed.own, listed.own_bytes), [(n, listed.page_bytes) for n in wanted])
+        own, pages = self._verified(listed, wanted)
         columns = {name: column for name, column in found.items() if column is not None}
-        for name, content in zip(wanted, read, strict=True):
-            columns[name] = (layout.read_page(listed, content), layout.read_page_tokens(content))
+        for name, page, column in zip(wanted, pages, layout.read_pages(listed, pages), strict=True):
+            columns[name] = (column, layout.read_page_tokens(page.memory))
         tokens = _join([columns[name][1] for name in listed.pages], listed.tail_tokens)
         if key_of(self.fingerprint, tokens) != id:
             raise BadSnapshotFile(f"{id}: its token ids are not those of its key")
         try:
-            snapshot = layout.read_snapshot(listed, tokens, [columns[name][0] for name in listed.pages], own)
+            by_page = [columns[name][0] for name in listed.pages]
+            snapshot = layout.read_snapshot(listed, tokens, by_page, torch.from_numpy(own.memory))
         except SnapshotMismatch as error:
             raise BadSnapshotFile(f"{id}: {error}") from error
         for name in wanted:
             self._live.remember(name, columns[name][0], columns[name][1].copy())
         return snapshot
 
-    def _verified(self, own: tuple[str, int], pages: Sequence[tuple[str, int]]) -> list[torch.Tensor]:
-        """Read objects and check their digests, several at a time: the own object, which is the longest, first."""
-        objects = [own, *pages]
-        # Apart from the pages, which outlive it in longer snapshots of the chain.
-        memory = memory_for([own[1]]) + memory_for([nbytes for _, nbytes in pages])
-        for _ in self._readers.map(self._verify, [name for name, _ in objects], memory):
-            pass
-        return [torch.from_numpy(content) for content in memory]
+    def _verified(self, listed: Manifest, wanted: Sequence[str]) -> tuple[Piece, list[Piece]]:
+        """Read the own object and the wanted pages and check their digests, several at a time, the longest first."""
+        if self.make_room_in_ram is not None:
+            self.make_room_in_ram(listed.own_bytes + len(wanted) * listed.page_bytes)
+        own = self._own_cuts.cut(listed.own_bytes)
+        pages = [self._page_cuts.cut(listed.page_bytes) for _ in wanted]
+        work = deque(zip([listed.own, *wanted], [own, *pages], strict=True))
+        for reader in [self._readers.submit(self._verify_all, work) for _ in range(min(READERS, len(work)))]:
+            reader.result()
+        return own, pages
 
-    def _verify(self, name: str, memory: np.ndarray) -> None:
-        if read_into(memory, self._objects / name) != name:
+    def _verify_all(self, work: deque[tuple[str, Piece]]) -> None:
+        """Until nothing is left to be read, or somebody finds that it is of no use."""
+        with contextlib.suppress(IndexError):
+            while True:
+                name, piece = work.popleft()
+                try:
+                    self._verify(name, piece)
+                except BadSnapshotFile:
+                    work.clear()
+                    raise
+
+    def _verify(self, name: str, piece: Piece) -> None:
+        piece.slab.make()
+        if read_into(piece.memory, f"{self._objects}/{name}") != name:
             self._drop_object(name)
             raise BadSnapshotFile(f"object {name} has been altered: its digest is not its name")
 

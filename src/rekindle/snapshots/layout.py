@@ -16,6 +16,7 @@ import torch
 from rekindle.errors import BadSnapshotFile
 from rekindle.snapshots.files import Bytes, raw
 from rekindle.snapshots.manifest import ALIGNMENT, DTYPES, PAGE_HEADER, Manifest, PageRow, PartRow, stretches_of
+from rekindle.snapshots.slabs import Piece
 from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part, Snapshot
 from rekindle.spec import PAGE
 
@@ -49,10 +50,11 @@ def page_columns(snapshot: Snapshot) -> list[Pages]:
 
 
 def page_pieces(tokens: np.ndarray, pages: Pages, rows: Sequence[PageRow]) -> list[Bytes]:
-    for page, row in zip(pages, rows, strict=True):
-        same = tuple(page.data.shape) == row.shape and _dtype_name(page.data) == row.dtype
+    tensors = [page.data for page in pages]
+    for tensor, row in zip(tensors, rows, strict=True):
+        same = tuple(tensor.shape) == row.shape and _dtype_name(tensor) == row.dtype
         assert same, f"layer {row.layer}: a sealed page and the tail differ in shape or dtype"
-    return [np.ascontiguousarray(tokens).view(np.uint8), *(raw(page.data) for page in pages)]
+    return [np.ascontiguousarray(tokens).view(np.uint8), *map(raw, tensors)]
 
 
 def own_object(snapshot: Snapshot) -> OwnObject:
@@ -83,20 +85,23 @@ def _own_tensors(snapshot: Snapshot) -> list[tuple[str, int | None, torch.Tensor
     return tensors
 
 
-def read_page(manifest: Manifest, content: torch.Tensor) -> Pages:
-    """The layers of one page object, as views of its bytes; layers that are alike are cut at once."""
-    pages: list[Page] = []
+def read_pages(manifest: Manifest, objects: Sequence[Piece]) -> list[Pages]:
+    """The layers of page objects, as views of their bytes; layers that are alike are cut at once."""
+    cuts = list[tuple[int, int, str, tuple[int, ...]]]()
     start = PAGE_HEADER
     for (dtype, shape), alike in groupby(manifest.page_rows, key=lambda row: (row.dtype, row.shape)):
-        rows = list(alike)
-        nbytes = sum(row.nbytes for row in rows)
-        pages += map(Page, _view(content, start, nbytes, dtype, (len(rows), *shape)).unbind())
-        start += nbytes
-    return tuple(pages)
+        sizes = [row.nbytes for row in alike]
+        cuts.append((start, sum(sizes), dtype, (len(sizes), *shape)))
+        start += sum(sizes)
+    columns = list[Pages]()
+    for piece in objects:
+        content = torch.from_numpy(piece.memory)
+        columns.append(tuple(page for cut in cuts for page in Page.all_of(_view(content, *cut), piece.slab)))
+    return columns
 
 
-def read_page_tokens(content: torch.Tensor) -> np.ndarray:
-    return content[:PAGE_HEADER].numpy().view(np.int32)
+def read_page_tokens(content: Bytes) -> np.ndarray:
+    return content[:PAGE_HEADER].view(np.int32)
 
 
 def read_snapshot(manifest: Manifest, tokens: np.ndarray, columns: Sequence[Pages], own: torch.Tensor) -> Snapshot:

@@ -23,10 +23,6 @@ class MemoryStore:
     def __contains__(self, snapshot: Snapshot) -> bool:
         return snapshot in self._held
 
-    @property
-    def over(self) -> bool:
-        return self.bytes > self.budget
-
     def add(self, snapshot: Snapshot) -> None:
         assert snapshot not in self._held, "a snapshot is held once"
         self._held.add(snapshot)

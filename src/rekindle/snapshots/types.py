@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rekindle.errors import SnapshotMismatch
+from rekindle.snapshots.slabs import Slab
 from rekindle.spec import PAGE
 
 
@@ -26,7 +27,6 @@ class Ready(Protocol):
     def wait(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Page:
     """One layer's K and V of PAGE consecutive positions, sealed: nobody writes it again.
 
@@ -34,12 +34,38 @@ class Page:
     content address).
     """
 
-    data: torch.Tensor  # [2, PAGE, kv_heads, row] in host memory, contiguous; row is head_dim for float types
-    pinned: bool = False  # a GPU of this process can read it where it lies
+    __slots__ = ("__weakref__", "_number", "_run", "slab")
+
+    def __init__(self, data: torch.Tensor, slab: Slab | None = None) -> None:
+        """data: [2, PAGE, kv_heads, row] in host memory, contiguous; row is head_dim for float types.
+        slab: that it lies in."""
+        self._run, self._number, self.slab = data, -1, slab
+
+    @classmethod
+    def all_of(cls, run: torch.Tensor, slab: Slab | None) -> list[Page]:
+        """The pages [pages, 2, PAGE, kv_heads, row] that lie behind each other. A tensor for each is made when it is
+        asked for: to make them all would cost a capture more than its copies."""
+        pages = [cls(run, slab) for _ in range(len(run))]
+        for number, page in enumerate(pages):
+            page._number = number
+        return pages
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self._run if self._number < 0 else self._run[self._number]
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return self._run.nbytes if self._number < 0 else self._run.nbytes // len(self._run)
+
+    @property
+    def address(self) -> int:
+        return self._run.data_ptr() if self._number < 0 else self._run.data_ptr() + self._number * self.nbytes
+
+    @property
+    def pinned(self) -> bool:
+        """A GPU of this process can read it where it lies."""
+        return self.slab is not None and self.slab.pinned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +75,8 @@ class KvPart:
     layer: int
     pages: tuple[Page, ...]
     tail: torch.Tensor  # [2, rows, kv_heads, row], 0 <= rows < PAGE
-    query: torch.Tensor | None = None  # [heads, dim] float32: what a sparse run chooses its pages by
+    # What a sparse run chooses its pages by, float32 [heads, dim]; or [2, heads, dim]: now, and from the next page on.
+    query: torch.Tensor | None = None
     ready: Ready | None = None  # of all the part holds, pages too; None: complete
 
     @property

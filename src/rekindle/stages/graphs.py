@@ -35,6 +35,13 @@ class GraphRecorder:
         self._device = device
         self._memory = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream(device)  # torch's own for graphs lies on whichever device recorded first
+        mark = torch.zeros(1, device=device)
+
+        def nothing() -> None:
+            mark.zero_()
+
+        # Never dropped: with the last of its graphs torch would give their memory up, and refuse it to the next one.
+        self._first = self(nothing)
 
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
         """Runs the step first, outside the graph, so that every kernel is compiled."""
@@ -42,15 +49,31 @@ class GraphRecorder:
             return self._capture(step)
 
     def _capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
-            step()
-        torch.cuda.current_stream(self._device).wait_stream(self._side)
-        torch.cuda.synchronize(self._device)
+        """Waits for nothing that the device still does, so that a chunk may be under way meanwhile. (torch's own
+        `torch.cuda.graph` would wait for it, and give back all memory that is kept for later, pinned memory too.)"""
+        current = torch.cuda.current_stream(self._device)
+        self._side.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._side):
+                step()
+                try:
+                    return self._record_on_side(step)
+                except torch.cuda.OutOfMemoryError:
+                    # While it records, torch does not give back what it keeps for later.
+                    torch.cuda.synchronize(self._device)
+                    torch.cuda.empty_cache()
+                    return self._record_on_side(step)
+        finally:
+            current.wait_stream(self._side)
+
+    def _record_on_side(self, step: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on allocating while this one records, pinned memory too: that mode forbids it to this one.
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._side, capture_error_mode="thread_local"):
+        # Other threads go on allocating while this one records: in that mode only this one must not.
+        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        try:
             step()
+        finally:
+            graph.capture_end()
         return graph.replay
 
 
@@ -131,6 +154,11 @@ class RecordedSteps:
         step.replay()
         assert step.output is not None, "a step that ran has an output"
         return step.output[: batch.rows].clone()
+
+    def make_ready(self, form: Form) -> None:
+        """Record the step now if it is not yet."""
+        if form not in self._steps:
+            self._make(form)
 
     def _make(self, form: Form) -> _Step:
         """Recorded over padding alone, so that nobody's state moves."""

@@ -45,22 +45,24 @@ class Form:
     width: int  # pages of the widest table
     rewindable: bool
     notes: bool  # some query is noted
+    far: bool = False  # some pages are read where they lie, in host memory
 
     @classmethod
     def of(cls, batch: Batch, seats: Sequence[Seat]) -> Form:
         width = max(1, *(len(seat.places) for seat in seats))
         notes = any(seat.noted is not None for seat in seats)
-        return cls(tuple(map(len, batch.segments)), batch.rows, width, batch.rewindable, notes)
+        far = any(seat.far for seat in seats)
+        return cls(tuple(map(len, batch.segments)), batch.rows, width, batch.rewindable, notes, far)
 
     def padded(self) -> Form | None:
         """The form of the recorded step that serves this one: decode rows, or a block to verify. None: none does."""
         width = round_width(self.width)
         if len(self.lengths) == 1 and self.rewindable and self.rows <= LONGEST_BLOCK:
             rows = round_up(self.rows)
-            return Form((rows, 0), rows, width, True, self.notes)
+            return Form((rows, 0), rows, width, True, self.notes, self.far)
         if self.rows == len(self.lengths) and not self.rewindable:
             rows = round_up(self.rows)
-            return Form((1,) * rows, rows, width, False, self.notes)
+            return Form((1,) * rows, rows, width, False, self.notes, self.far)
         return None
 
     @property
@@ -103,6 +105,7 @@ class Layout:
             lengths=form.lengths,
             rewindable=form.rewindable,
             noted=fields.noted if form.notes else None,
+            far=form.far,
         )
 
     def fill(self, batch: Batch | None, seats: Sequence[Seat], host: torch.Tensor) -> None:

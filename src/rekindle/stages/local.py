@@ -16,6 +16,7 @@ from rekindle.kernels.attention.rows import KV_DTYPES, row_size
 from rekindle.models.model import ModelSpan
 from rekindle.models.state import DeltaState, KvState, LayerState
 from rekindle.pool import STOCK, KvMode, PagePool, PagingCounts, Policy, PoolReader, Seat
+from rekindle.snapshots.slabs import Slabs
 from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part, wait_for
 from rekindle.spec import PAGE, Span
 from rekindle.stages.graphs import GraphRecorder, RecordedSteps, Recorder, rewind_layers
@@ -104,6 +105,11 @@ class LocalStage:
     def paging(self) -> PagingCounts:
         return self.pool.counts
 
+    @property
+    def slabs(self) -> Slabs | None:
+        """Of pinned memory, on a GPU."""
+        return self.pool.copies.slabs
+
     def work(self) -> Counter[str]:
         """Asked from any thread: nothing but numbers changes here."""
         moved = self.pool.counts
@@ -111,6 +117,8 @@ class LocalStage:
         counts["swaps:"] = self.model.swaps
         counts["pages:out"], counts["pages:in"] = moved.page_outs, moved.page_ins
         counts["pages:away"], counts["pages:skipped"] = moved.away_attended, moved.skipped
+        if self.slabs is not None:
+            counts["slabs:late"], counts["slabs:refused"] = self.slabs.late, self.slabs.refused
         return counts
 
     def _count(self, how: str, rows: int) -> None:
@@ -177,6 +185,7 @@ class LocalStage:
             x = self.model.run(self.model.enter(layout.tokens, hidden), layout.ragged, self._states)
             if self.model.is_last and batch.logit_rows:
                 x = self.model.leave(x if wanted is None else x[wanted])
+            self._record_what_follows(batch, seats, form.notes)
         self._advance(batch)
         skipping = self._reader.skipping
         if not self.model.is_last:
@@ -186,8 +195,20 @@ class LocalStage:
     def _recorded(self, form: Form) -> Form | None:
         """The form of the recorded step that serves this one; it needs no pages or experts that lie on the host."""
         padded = form.padded()
-        can = padded is not None and self._reader.replayable and self.model.can_record(padded.rows)
+        longest = max(form.lengths)
+        can = padded is not None and self._reader.replayable(longest) and self.model.can_record(padded.rows)
         return padded if can else None
+
+    def _record_what_follows(self, batch: Batch, seats: Sequence[Seat], notes: bool) -> None:
+        """The decode step behind the end of a prompt is recorded while the device is busy with the chunk."""
+        for segment, seat in zip(batch.segments, seats, strict=True):
+            if self._steps is not None and segment.wanted is Wanted.LAST and len(segment) > 1:
+                width = max(1, len(seat.places) + (segment.end % PAGE == 0))
+                far = self._reader.far(1)
+                recorded = self._recorded(Form((1,), 1, width, False, notes, far))
+                # What a sparse chunk has no room for beside its own pages, the step behind it has.
+                if recorded is not None and not (far and self.kv_mode == "sparse"):
+                    self._steps.make_ready(recorded)
 
     def _prepare(self, batch: Batch) -> None:
         """Pages for every row; rows kept by the slots' last forward are of no use any more."""
@@ -258,14 +279,15 @@ class LocalStage:
             if isinstance(self._states[layer], DeltaState):
                 parts.append(DeltaPart(layer, next(own), next(own), ready))
                 continue
-            tail, query = next(own), None if table.query is None else next(own)
+            tail, query = next(own), None if table.queries.now is None else next(own)
             parts.append(KvPart(layer, next(by_layer, ()), tail, query, ready))
         return parts
 
     def _own_tensors(self, slot: int, sealed: int, rest: int) -> list[torch.Tensor]:
         """What no other snapshot can share, layer by layer: state and window, or the open page's rows and
-        the query that a sparse run chose by."""
+        the queries that a sparse run chooses by."""
         tensors, table = list[torch.Tensor](), self._tables[slot]
+        queries = table.queries.stacked()
         for layer in self.span.layers:
             state = self._states[layer]
             if isinstance(state, DeltaState):
@@ -273,8 +295,8 @@ class LocalStage:
                 continue
             place = table.pages[sealed].place if rest else 0
             tensors.append(state.kv[place, :, :rest])
-            if table.query is not None:
-                tensors.append(table.query[state.index])
+            if queries is not None:
+                tensors.append(queries[state.index])
         return tensors
 
     def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
@@ -322,10 +344,10 @@ class LocalStage:
         for copies in by_page:
             table.pages.append(self.pool.adopt(copies))
         self.pool.extend(table, position)
-        rest = position % PAGE
-        for layer, part in zip(self.pool.kv, parts, strict=True):
-            if rest:
-                layer[table.pages[-1].place, :, :rest].copy_(part.tail, non_blocking=True)
+        if rest := position % PAGE:
+            place = table.pages[-1].place
+            rows = [layer[place, :, :rest] for layer in self.pool.kv]
+            self.pool.copies.send(list(zip(rows, (part.tail for part in parts), strict=True)))
         table.position = position
         queries = [part.query for part in parts if part.query is not None]
         self._reader.take_up(table, torch.stack(queries) if len(queries) == len(parts) else None)
@@ -350,11 +372,13 @@ class LocalStage:
                 raise SnapshotMismatch(
                     f"layer {part.layer}: the snapshot has {have} {kinds[0]}, the stage {want} {kinds[1]}"
                 )
+        if len({part.query.ndim for part in parts if isinstance(part, KvPart) and part.query is not None}) > 1:
+            raise SnapshotMismatch("some layers of the snapshot bring one query, others two")
 
     def _check_query(self, part: KvPart) -> None:
         attention = self.model.spec.attention
         want = (attention.heads, attention.head_dim)
-        if part.query is not None and tuple(part.query.shape) != want:
+        if part.query is not None and tuple(part.query.shape) not in (want, (2, *want)):
             have = tuple(part.query.shape)
             raise SnapshotMismatch(f"layer {part.layer}: the snapshot's query is {have}, the stage has {want}")
 

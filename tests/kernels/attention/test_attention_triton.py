@@ -91,6 +91,17 @@ def test_half_precision_tiles_agree(make_ragged, segments):
     torch.testing.assert_close(triton.attend(q, kv, ragged, 0.25), expected, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("segments", [[(900, 1)], [(70, 12)], [(100, 70), (5, 1)]])
+def test_float32_queries_over_narrower_pages_lose_nothing(make_ragged, segments):
+    torch.manual_seed(9)
+    _, _, kv, ragged = _case(make_ragged, segments, 4, 2, 16, torch.float16)
+    q, gate = torch.randn(2, sum(length for _, length in segments), 4, 16) * 3
+    expected = naive.attend(q, kv, ragged, 0.25)
+    torch.testing.assert_close(triton.attend(q, kv, ragged, 0.25), expected, atol=1e-5, rtol=1e-5)
+    gated = triton.attend_gated(q, kv, ragged, 0.25, gate)
+    torch.testing.assert_close(gated, naive.sigmoid_gate(expected, gate), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("segments", [[(70, 1)], [(63, 9), (0, 1)]])
 def test_packed_rows_are_stored_and_read_as_defined(make_ragged, segments):
     torch.manual_seed(11)
@@ -124,6 +135,17 @@ def test_parts_over_any_pages_agree_and_merge_to_the_whole(make_ragged):
         parts.append(got)
     merged = naive.merge_partials(*zip(*parts, strict=True))
     torch.testing.assert_close(merged, naive.attend(q, kv, ragged, 0.25), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_pages_before_all_rows_are_seen_whole(make_ragged, rows):
+    torch.manual_seed(12)
+    q, _, kv, ragged = _case(make_ragged, [(600, rows)], 4, 2, 16)
+    chosen = torch.tensor([7, 0, 3, 8, 2])  # their order says nothing
+    listed = triton.attend_partial(q, kv, ragged.tables[0, chosen], chosen * PAGE, ragged.row_positions, 0.25)
+    for attend_whole in (triton.attend_whole, naive.attend_whole):
+        for got, expected in zip(attend_whole(q, kv, ragged.tables[0, chosen], 0.25), listed, strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_part_no_row_may_see_has_no_weight(make_ragged):

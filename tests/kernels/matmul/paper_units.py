@@ -62,12 +62,29 @@ def load_two(address: tl.tensor) -> tuple[tl.tensor, ...]:
     return tuple(memory(array(address), 2, np.ones(array(address).shape)))
 
 
+def load_piece(address: tl.tensor) -> tuple[tl.tensor, ...]:
+    return tuple(memory(array(address), 4, np.ones(array(address).shape)))
+
+
+def load_quad(address: tl.tensor) -> tuple[tl.tensor, ...]:
+    return tuple(registers(array(word).view(np.float32), tl.float32) for word in load_piece(address))
+
+
 def load_scales(p: tl.tensor) -> tuple[tl.tensor, ...]:
     return load_two(p)
 
 
 def load_one(p: tl.tensor) -> tl.tensor:
     return memory(array(p), 1, np.ones(array(p).shape))[0]
+
+
+def load_pair(p: tl.tensor, live: tl.tensor) -> tuple[tl.tensor, ...]:
+    return tuple(memory(array(p), 2, np.broadcast_to(array(live), array(p).shape)))
+
+
+def load_or_nought(p: tl.tensor, live: tl.tensor) -> tl.tensor:
+    lives = np.broadcast_to(array(live), array(p).shape)
+    return words(np.where(lives != 0, array(memory(array(p), 1, lives)[0]), 0))
 
 
 def lifted_nibbles(word: tl.tensor) -> tuple[tl.tensor, ...]:
@@ -115,8 +132,13 @@ def lay_out(monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
         "load_four": load_four,
         "ask_for": ask_for,
         "load_two": load_two,
+        "load_piece": load_piece,
+        "load_quad": load_quad,
         "load_scales": load_scales,
         "load_one": load_one,
+        "load_codes": load_four,
+        "load_pair": load_pair,
+        "load_or_nought": load_or_nought,
         "lifted_nibbles": lifted_nibbles,
         "with_bits": with_bits,
         "byte_as_float": byte_as_float,

@@ -7,7 +7,7 @@ import torch
 from paper_units import lay_out
 from test_matmul import drawn, error, made
 
-from rekindle.kernels.matmul import mma, naive, nvidia
+from rekindle.kernels.matmul import laid, mma, naive, nvidia
 from rekindle.kernels.matmul import triton as fast
 from rekindle.kernels.matmul.types import Matrix
 
@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def _paper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mma, "available", lambda x: x.dtype == BF16)
-    lay_out(monkeypatch, nvidia)
+    lay_out(monkeypatch, nvidia, laid)
 
 
 @pytest.mark.parametrize("type", ["Q4_K", "Q5_K", "Q6_K"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
+from rekindle.kernels.matmul.naive import packed_values
 from rekindle.kernels.matmul.packing import FORMATS, pack
 from rekindle.kernels.moe import ExpertStack, crew
 from rekindle.kernels.moe.crew import Crew, Mailbox, build_library, describe, open_library, spare_threads, start_crew
@@ -28,11 +31,12 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def random_stack(seed: int) -> ExpertStack:
+def random_stack(seed: int, type: str = "Q4_K") -> ExpertStack:
     random = np.random.default_rng(seed)
-    raw = random.integers(0, 256, (EXPERTS * SIDE, FORMATS["Q4_K"].nbytes), dtype=np.uint8)
-    raw[:, :4] = np.array([3e-4, 3e-4], dtype=np.float16).view(np.uint8)
-    return ExpertStack((EXPERTS, SIDE, SIDE), packed=pack(torch.from_numpy(raw), "Q4_K", SIDE))
+    raw = random.integers(0, 256, (EXPERTS * SIDE, FORMATS[type].nbytes), dtype=np.uint8)
+    for at in (208,) if type == "Q6_K" else (0, 2):
+        raw[:, at : at + 2] = np.array([3e-4], dtype=np.float16).view(np.uint8)
+    return ExpertStack((EXPERTS, SIDE, SIDE), packed=pack(torch.from_numpy(raw), type, SIDE))
 
 
 @pytest.fixture
@@ -57,6 +61,20 @@ def test_a_thread_that_overslept_leaves_the_running_request_alone(fresh: Path) -
     for turn in range(1500):
         i = turn % len(kinds)
         assert torch.equal(late.compute(layer, x * (i + 1), *kinds[i]), want[i])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs take the plain form anyway")
+def test_a_cpu_with_fewer_instructions_gives_the_same(fresh: Path) -> None:
+    x = torch.randn(SIDE, generator=torch.Generator().manual_seed(1))
+    for flags in (["-mno-avx512f"], ["-march=x86-64"]):
+        crew = Crew(open_library(build_library(flags)), Mailbox(1, 1, SIDE, zeros), SIDE, threads=1)
+        for type in ("Q4_K", "Q5_K", "Q6_K"):
+            stacks = [random_stack(seed, type) for seed in range(3)]
+            layer = describe(stacks)
+            assert layer is not None
+            gate, up, down = (packed_values(stack.planes)[SIDE : 2 * SIDE] for stack in stacks)
+            want = down @ (silu(gate @ x) * (up @ x))
+            assert torch.allclose(crew.compute(layer, x, [1], [1.0]), want, atol=1e-3 * float(want.abs().max()))
 
 
 WEDGED = """

@@ -31,7 +31,7 @@ def random_rows(type: str, rows: int, columns: int, seed: int) -> np.ndarray:
     form = FORMATS[type]
     random = np.random.default_rng(seed)
     raw = random.integers(0, 256, (rows * columns // form.weights, form.nbytes), dtype=np.uint8)
-    for start in {"Q6_K": [208], "Q4_K": [0, 2]}.get(type, [0]):
+    for start in {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(type, [0]):
         raw[:, start : start + 2] = random.uniform(1e-4, 5e-4, len(raw)).astype(np.float16)[:, None].view(np.uint8)
     return raw.reshape(rows, -1)
 

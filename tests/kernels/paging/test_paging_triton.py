@@ -5,16 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rekindle.kernels.paging import fetch_pages
+from rekindle.kernels.paging import naive, triton
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (2, 64, 2, 32)), (torch.uint8, (2, 64, 3, 34))])
 def test_pages_arrive_as_they_were_and_nothing_else_is_written(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    pages = [torch.randint(0, 255, shape, dtype=torch.uint8).to(dtype) for _ in range(5)]
-    by_copy, by_address = (torch.full((8, *shape), 7, dtype=dtype) for _ in range(2))
-    places = torch.tensor([6, 0, 3, 7, 2])
-    fetch_pages(by_copy, pages, places, None)
-    fetch_pages(by_address, pages, places, torch.tensor([page.data_ptr() for page in pages]))
-    assert torch.equal(by_copy[places], torch.stack(pages))
-    assert torch.equal(by_copy[[1, 4, 5]], torch.full((3, *shape), 7, dtype=dtype))
-    assert torch.equal(by_address, by_copy)
+    layers, places = 3, [6, 0, 3, 7, 2]
+    pages = [[torch.randint(0, 255, shape, dtype=torch.uint8).to(dtype) for _ in places] for _ in range(layers)]
+    sources = torch.tensor([[page.data_ptr() for page in layer] for layer in pages])
+    wanted = torch.full((layers, 8, *shape), 7, dtype=dtype)
+    wanted[:, places] = torch.stack([torch.stack(layer) for layer in pages])
+    for fetch in (naive.fetch_pages, triton.fetch_pages):
+        to = torch.full((layers, 8, *shape), 7, dtype=dtype)
+        targets = torch.tensor([[layer[place].data_ptr() for place in places] for layer in to])
+        fetch(targets, sources, to[0, 0].nbytes)
+        assert torch.equal(to, wanted)
+
+
+def test_half_a_page_can_be_fetched_and_sources_may_be_a_view() -> None:
+    pages, to = torch.randn(4, 2, 8), torch.zeros(3, 8)
+    addresses = torch.tensor([[page.data_ptr() for page in pages], [0] * 4])
+    triton.fetch_pages(torch.tensor([[row.data_ptr() for row in to]]), addresses[:1, 1:], pages[0, 0].nbytes)
+    assert torch.equal(to, pages[1:, 0])

@@ -11,6 +11,8 @@ from rekindle.kernels.attention.naive import GROUP
 from rekindle.kernels.attention.rows import is_packed
 from rekindle.kernels.ragged import Ragged
 
+FAR_ROWS = 16  # of a segment, up to which it reads pages over the link itself: with more it might read them many times
+
 
 def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
     """Write k, v [rows, kv_heads, dim] into kv [pages, 2, PAGE, kv_heads, row] at the positions of their rows."""
@@ -40,6 +42,19 @@ def attend_gated(q: Tensor, kv: Tensor, ragged: Ragged, scale: float, gate: Tens
     return naive.sigmoid_gate(naive.attend(q, kv, ragged, scale), gate)
 
 
+def attend_far(q: Tensor, kv: Tensor, homes: Tensor, ragged: Ragged, scale: float, gate: Tensor | None) -> Tensor:
+    """attend_gated, or attend, over pages that lie anywhere -> [rows, heads · dim]; for segments of FAR_ROWS at most.
+
+    Tables hold numbers; page n lies at the address homes[n] (int64), in the pool or in pinned host memory. kv says of
+    what type and shape pages are.
+    """
+    if kv.is_cuda:
+        from rekindle.kernels.attention import far
+
+        return far.attend_far(q, kv, homes, ragged, scale, gate)
+    return naive.attend_far(q, kv, homes, ragged, scale, gate)
+
+
 def attend_partial(
     q: Tensor, kv: Tensor, pages: Tensor, page_positions: Tensor, row_positions: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -53,6 +68,15 @@ def attend_partial(
 
         return triton.attend_partial(q, kv, pages, page_positions, row_positions, scale)
     return naive.attend_partial(q, kv, pages, page_positions, row_positions, scale)
+
+
+def attend_whole(q: Tensor, kv: Tensor, pages: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`attend_partial` over pages that lie before all rows: nothing in them is hidden."""
+    if kv.is_cuda:
+        from rekindle.kernels.attention import triton
+
+        return triton.attend_whole(q, kv, pages, scale)
+    return naive.attend_whole(q, kv, pages, scale)
 
 
 def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
@@ -70,10 +94,13 @@ def sigmoid_gate(o: Tensor, gate: Tensor) -> Tensor:
 
 
 __all__ = [
+    "FAR_ROWS",
     "GROUP",
     "attend",
+    "attend_far",
     "attend_gated",
     "attend_partial",
+    "attend_whole",
     "is_packed",
     "merge_partials",
     "sigmoid_gate",

@@ -9,7 +9,9 @@ segments. Whoever attends pages that lie elsewhere gets the same bits by running
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,6 +41,19 @@ def attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float) -> Tensor:
             rows = slice(first, min(first + ROWS, segment.stop))
             out[rows] = _attend_rows(q[rows], kv, ragged.tables[i], place + first - segment.start, scale)
     return out
+
+
+def attend_far(q: Tensor, kv: Tensor, homes: Tensor, ragged: Ragged, scale: float, gate: Tensor | None) -> Tensor:
+    """`attend`, gated, over pages that are first brought together from where they lie."""
+    gathered, tables = list[Tensor](), torch.zeros_like(ragged.tables)
+    for i, _, segment in ragged.walk():
+        for j in range(int(ragged.row_places[segment.stop - 1]) // PAGE + 1):
+            address = int(homes[ragged.tables[i, j]])
+            tables[i, j] = len(gathered)
+            page = torch.frombuffer(bytearray(ctypes.string_at(address, kv[0].nbytes)), dtype=kv.dtype)
+            gathered.append(page.view(kv.shape[1:]))
+    out = attend(q, torch.stack(gathered), replace(ragged, tables=tables), scale)
+    return out.flatten(1) if gate is None else sigmoid_gate(out, gate)
 
 
 def _attend_rows(q: Tensor, kv: Tensor, table: Tensor, place: int, scale: float) -> Tensor:
@@ -77,6 +92,12 @@ def attend_partial(
     weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp_()
     out = torch.bmm(weights.view(kv_heads, -1, written), values).view(kv_heads, rows, -1, dim)
     return out.transpose(0, 1).reshape(rows, heads, dim), lse.transpose(0, 1).reshape(rows, heads)
+
+
+def attend_whole(q: Tensor, kv: Tensor, pages: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    positions = torch.arange(len(pages), device=q.device) * PAGE
+    behind = torch.full((len(q),), len(pages) * PAGE, device=q.device)
+    return attend_partial(q, kv, pages, positions, behind, scale)
 
 
 def _gather(kv: Tensor, pages: Tensor, which: int) -> Tensor:

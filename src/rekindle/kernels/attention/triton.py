@@ -5,7 +5,8 @@ segment is row m // group, query head m % group of that kv head, so every key an
 flat rows. Few flat rows over a long context are split over the positions (flash decoding): every split leaves its part
 in float32 with its log-sum-exp, and a second kernel merges them. How many splits have work is computed from the
 position on the device, so a captured graph serves every context length. Packed rows (rows.py) are unpacked tile by
-tile, on the way to the matrix units.
+tile, on the way to the matrix units. float32 queries over 16-bit pages go in, and so do the weights of values, as two
+numbers of the pages' type, of which the second holds what the first has lost.
 """
 
 from __future__ import annotations
@@ -115,6 +116,16 @@ def attend_partial(
     return out, lse
 
 
+def attend_whole(q: Tensor, kv: Tensor, pages: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    rows, heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
+    starts = torch.arange(2, dtype=torch.int32, device=q.device) * rows
+    places = torch.full((rows,), pages.shape[0] * PAGE - 1, dtype=torch.int32, device=q.device)
+    _launch(q, kv, pages[None], None, starts, places, 1, rows, 1, scale, out, None, lse)
+    return out, lse
+
+
 def _launch(
     q: Tensor,
     kv: Tensor,
@@ -136,7 +147,7 @@ def _launch(
     assert all((kv.is_contiguous(), q.stride(2) == 1)), "pages are dense, heads side by side"
     assert dim & (dim - 1) == 0, f"head dim {dim} must be a power of two"
     group, segments = heads // kv_heads, starts.shape[0] - 1
-    tile_rows, tile_keys, warps, stages = _tiles(longest * group, q)
+    tile_rows, tile_keys, warps, stages = _tiles(longest * group, q, kv)
     tiles = triton.cdiv(longest * group, tile_rows)
     most = triton.cdiv(tables.shape[1] * PAGE, LEAST * tile_keys)  # splits that could have work
     programs = PROGRAMS // 2 if tile_rows >= WIDE else PROGRAMS
@@ -155,7 +166,7 @@ def _launch(
         scale * 1.4426950408889634,
         SPLIT=split, SINGLE=single, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=tile_keys,
         PAGE=PAGE, LEAST=LEAST, PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
-        PACKED=is_packed(kv), BLOCK=BLOCK,
+        PACKED=is_packed(kv), BLOCK=BLOCK, HALVES=_in_halves(q, kv),
         num_warps=warps, num_stages=stages, **starting_early(q.device),
     )  # fmt: skip
     if split:
@@ -168,13 +179,20 @@ def _launch(
         )  # fmt: skip
 
 
-def _tiles(flat_rows: int, q: Tensor) -> tuple[int, int, int, int]:
+def _in_halves(q: Tensor, kv: Tensor) -> bool:
+    return q.dtype == torch.float32 and kv.dtype in (torch.float16, torch.bfloat16)
+
+
+def _tiles(flat_rows: int, q: Tensor, kv: Tensor) -> tuple[int, int, int, int]:
     """(flat rows, keys, warps, pipeline stages) of one program."""
-    if q.dtype == torch.float32:
+    halves = _in_halves(q, kv)
+    if q.dtype == torch.float32 and not halves:
         return 16, 16, 4, 1
     if flat_rows <= 16:
         # the page of a tile is itself a load, so each buffered tile costs two stages
         return (16, 32, 4, 7) if is_roomy(q.device) else (16, 32, 4, 5)
+    if halves:
+        return (64, 64, 4, 2) if is_roomy(q.device) else (32, 32, 4, 3)
     if not is_roomy(q.device):
         return 64, 32, 4, 3
     return (64, 64, 8, 2) if flat_rows <= 64 else (128, 64, 8, 2)
@@ -218,13 +236,36 @@ def _load_tile(
     return tile.to(kind)
 
 
+@triton.jit
+def _halves(x, kind: tl.constexpr):
+    """x float32 as two of a narrower type, of which the second holds what the first has lost."""
+    high = x.to(kind)
+    return high, (x - high.to(tl.float32)).to(kind)
+
+
+@triton.jit
+def _scores(queries, lost, keys, scale, PRECISION: tl.constexpr, HALVES: tl.constexpr):
+    """In powers of two; queries in halves have been scaled."""
+    if HALVES:
+        return tl.dot(queries, tl.trans(keys), tl.dot(lost, tl.trans(keys)))
+    return tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+
+
+@triton.jit
+def _add_values(weights, values, acc, PRECISION: tl.constexpr, HALVES: tl.constexpr):
+    if HALVES:
+        high, low = _halves(weights, values.dtype)
+        return tl.dot(high, values, tl.dot(low, values, acc))
+    return tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["table_row", "table_pages", "shortest", "longest", "splits"])
 def _attend_kernel(
     q, kv, scales, tables, page_positions, starts, row_positions, out, lse, gate,
     table_row, table_pages, q_row, q_head, gate_row, gate_head, shortest, longest, splits, scale,
     SPLIT: tl.constexpr, SINGLE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
-    PACKED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
@@ -243,6 +284,10 @@ def _attend_kernel(
     position = tl.load(row_positions + row, mask=live, other=-1)
     d = tl.arange(0, DIM)
     queries = tl.load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None], other=0.0)
+    kind: tl.constexpr = kv.dtype.element_ty if HALVES else queries.dtype
+    lost = queries
+    if HALVES:
+        queries, lost = _halves(queries * scale, kind)
     highest = tl.max(position, axis=0)
     if page_positions is None:
         lowest = tl.load(row_positions + start + tile * TILE_ROWS // GROUP)
@@ -262,20 +307,22 @@ def _attend_kernel(
     top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, DIM], tl.float32)
+    # Weights in halves are at most 2^15 and not 1: float16 has more room above it than below.
+    RISE: tl.constexpr = 15.0 if HALVES else 0.0
     n = tl.arange(0, TILE_KEYS)
     table = tables + segment.to(tl.int64) * table_row
     clear = tl.minimum(tl.maximum((lowest + 1) // TILE_KEYS, first), last)  # tiles before this one need no mask
     for t in range(first, clear):
         page = tl.load(table + t * TILE_KEYS // PAGE).to(tl.int64)
         at = (page * 2 * PAGE + t * TILE_KEYS % PAGE) * KV_HEADS + kv_head  # the tile's first row of kv
-        keys = _load_tile(kv, scales, at, n, None, queries.dtype, KV_HEADS, DIM, PACKED, BLOCK)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        keys = _load_tile(kv, scales, at, n, None, kind, KV_HEADS, DIM, PACKED, BLOCK)
+        scores = _scores(queries, lost, keys, scale, PRECISION, HALVES)
+        new_top = tl.maximum(top, tl.max(scores, axis=1) - RISE)
         weights = tl.exp2(scores - new_top[:, None])
         fade = tl.exp2(top - new_top)
         at += PAGE * KV_HEADS
-        values = _load_tile(kv, scales, at, n, None, queries.dtype, KV_HEADS, DIM, PACKED, BLOCK)
-        acc = tl.dot(weights.to(queries.dtype), values, acc * fade[:, None], input_precision=PRECISION)
+        values = _load_tile(kv, scales, at, n, None, kind, KV_HEADS, DIM, PACKED, BLOCK)
+        acc = _add_values(weights, values, acc * fade[:, None], PRECISION, HALVES)
         total = total * fade + tl.sum(weights, axis=1)
         top = new_top
     for t in range(clear, last):
@@ -285,16 +332,16 @@ def _attend_kernel(
         if page_positions is not None:
             key = tl.load(page_positions + t * TILE_KEYS // PAGE).to(tl.int32) + t * TILE_KEYS % PAGE + n
         written = (key <= highest)[:, None]  # behind lies memory nobody wrote, NaN perhaps
-        keys = _load_tile(kv, scales, at, n, written, queries.dtype, KV_HEADS, DIM, PACKED, BLOCK)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        keys = _load_tile(kv, scales, at, n, written, kind, KV_HEADS, DIM, PACKED, BLOCK)
+        scores = _scores(queries, lost, keys, scale, PRECISION, HALVES)
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        new_top = tl.maximum(top, tl.max(scores, axis=1) - RISE)
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - safe[:, None])
         fade = tl.exp2(top - safe)
         at += PAGE * KV_HEADS
-        values = _load_tile(kv, scales, at, n, written, queries.dtype, KV_HEADS, DIM, PACKED, BLOCK)
-        acc = tl.dot(weights.to(queries.dtype), values, acc * fade[:, None], input_precision=PRECISION)
+        values = _load_tile(kv, scales, at, n, written, kind, KV_HEADS, DIM, PACKED, BLOCK)
+        acc = _add_values(weights, values, acc * fade[:, None], PRECISION, HALVES)
         total = total * fade + tl.sum(weights, axis=1)
         top = new_top
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]

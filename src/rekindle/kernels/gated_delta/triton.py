@@ -1,8 +1,8 @@
 """The gated delta rule on a GPU.
 
 A decode step is one launch: convolution, recurrence and gated norm, one program per value head with its state in
-registers. Blocks to verify run the same recurrence row by row. Longer segments run sub-chunks of CHUNK rows in two
-launches:
+registers, or two with half of its columns each where a single row would leave the card idle. Blocks to verify run the
+same recurrence row by row. Longer segments run sub-chunks of CHUNK rows in two launches:
   prepare  parallel over sub-chunks and heads: T = (I + A)⁻¹, the mixing matrix M, the factors of every row;
   pass     one program per head and run of value columns walks the sub-chunks with the state S in registers:
              δ = T (β v − β e^b r_k (K S));  o = e^b r_q (Q S) + M δ;  S ← e^(b_last) S + Kᵀ (e^(b_last − b) r_k δ)
@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rekindle.kernels.device import is_roomy, starting_early
 from rekindle.kernels.kept import KeptRows
+from rekindle.kernels.matmul.arrivals import all_arrived, counters
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import DeltaSpec
 
@@ -75,10 +76,13 @@ def gated_delta_step(
     assert all((taps.is_contiguous(), windows.is_contiguous(), z.stride(1) == 1)), "channels lie side by side"
     _check(inputs, a, b, states, spec)
     out = torch.empty((inputs.shape[0], spec.inner), dtype=z.dtype, device=z.device)
-    _step_kernel[(spec.value_heads, ragged.segments)](
-        inputs, taps, windows, a, b, decay, dt_bias, states, out, z, weight, ragged.slots,
-        _arrivals(windows, spec), inputs.stride(0), a.stride(0), b.stride(0), z.stride(0), spec.key_dim**-0.5, eps,
-        KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, DK=spec.key_dim, DV=spec.value_dim,
+    parts = 2 if ragged.segments == 1 else 1
+    raw = torch.empty((inputs.shape[0], spec.inner), dtype=torch.float32, device=z.device) if parts > 1 else out
+    _step_kernel[(spec.value_heads * parts, ragged.segments)](
+        inputs, taps, windows, a, b, decay, dt_bias, states, out, raw, z, weight, ragged.slots,
+        _arrivals(windows, spec), counters(z.device), inputs.stride(0), a.stride(0), b.stride(0), z.stride(0),
+        spec.key_dim**-0.5, eps,
+        KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, DK=spec.key_dim, DV=spec.value_dim, PARTS=parts,
         num_warps=STEP_WARPS, **starting_early(inputs.device),
     )  # fmt: skip
     return out
@@ -99,21 +103,25 @@ def _arrivals(windows: Tensor, spec: DeltaSpec) -> Tensor:
 
 @triton.jit
 def _step_kernel(
-    inputs, taps, windows, a, b, decay, dt_bias, states, out, z, weight, slots, arrivals,
+    inputs, taps, windows, a, b, decay, dt_bias, states, out, raw, z, weight, slots, arrivals, arrived,
     input_row, a_row, b_row, z_row, scale, eps,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, EARLY: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    """PARTS programs share a head by its columns; the last to have its outputs norms them all."""
     if EARLY:
         gdc_launch_dependents()
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, row = tl.program_id(0) // PARTS, tl.program_id(1).to(tl.int64)
     key_head = head % KEY_HEADS
     keys: tl.constexpr = KEY_HEADS * DK
     channels: tl.constexpr = 2 * keys + VALUE_HEADS * DV
-    sharers: tl.constexpr = VALUE_HEADS // KEY_HEADS
-    i, j = tl.arange(0, DK), tl.arange(0, DV)
+    sharers: tl.constexpr = VALUE_HEADS // KEY_HEADS * PARTS
+    columns: tl.constexpr = DV // PARTS
+    i, j = tl.arange(0, DK), tl.program_id(0) % PARTS * columns + tl.arange(0, columns)
     slot = tl.load(slots + row).to(tl.int64)
     head_decay, head_bias = tl.load(decay + head), tl.load(dt_bias + head)
-    norm_weight = tl.load(weight + j)
+    every = tl.arange(0, DV)
+    norm_weight = tl.load(weight + every)
     # Everything is asked for before anything is used, or every barrier in between would cost a trip to memory; and the
     # state, which is large, first: a barrier keeps the compiler from putting that off. It is asked for even before the
     # launch in front is done: it was last written in the step before, and every step begins with a copy of its inputs,
@@ -124,7 +132,7 @@ def _step_kernel(
     if EARLY:
         gdc_wait()
     raw_a, raw_b = tl.load(a + row * a_row + head), tl.load(b + row * b_row + head)
-    gate = tl.load(z + row * z_row + head * DV + j)
+    gate = tl.load(z + row * z_row + head * DV + every)
     window = windows + slot * 3 * channels
     base = inputs + row * input_row
     q_at, k_at, v_at = key_head * DK + i, keys + key_head * DK + i, 2 * keys + head * DV + j
@@ -137,7 +145,7 @@ def _step_kernel(
     v = _convolved(v0, v1, v2, v_new, v_taps)
     q = q * (1.0 / tl.sqrt(tl.sum(q * q, axis=0) + 1e-6)) * scale
     k = k * (1.0 / tl.sqrt(tl.sum(k * k, axis=0) + 1e-6))
-    # Several value heads read one key head's windows; the last to have read them moves them on. The sums above needed
+    # Several programs read one key head's windows; the last to have read them moves them on. The sums above needed
     # every thread's reads, so the count itself need not wait for memory (the state is still on its way). It goes back
     # by as much as it went up, so it ends at zero even where padded rows share a slot.
     tl.debug_barrier()
@@ -152,10 +160,22 @@ def _step_kernel(
     forget = tl.exp(g)
     delta, o = _step_outputs(state, q, k, v, beta, forget)
     tl.store(at, _step_state(state, k, delta, forget))
+    at_head = (row * VALUE_HEADS + head) * DV
+    if PARTS == 1:
+        _store_normed(o, gate, norm_weight, out + at_head + every, eps, DV)
+    else:
+        tl.store(raw + at_head + j, o)
+        if all_arrived(arrived + row * VALUE_HEADS + head, PARTS):
+            whole = tl.load(raw + at_head + every, cache_modifier=".cg")
+            _store_normed(whole, gate, norm_weight, out + at_head + every, eps, DV)
+
+
+@triton.jit
+def _store_normed(o, gate, weight, to, eps, DV: tl.constexpr):
     norm = 1.0 / tl.sqrt(tl.sum(o * o, axis=0) / DV + eps)
     gate = gate.to(tl.float32)
-    o = o * norm * (norm_weight.to(tl.float32) * gate * tl.sigmoid(gate))
-    tl.store(out + (row * VALUE_HEADS + head) * DV + j, o.to(out.dtype.element_ty))
+    o = o * norm * (weight.to(tl.float32) * gate * tl.sigmoid(gate))
+    tl.store(to, o.to(to.dtype.element_ty))
 
 
 @triton.jit

@@ -5,21 +5,21 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from rekindle.kernels.matmul import naive
+from rekindle.kernels.matmul.dense import PLAIN, kept_dtype, product
 from rekindle.kernels.matmul.packing import FORMATS, join, pack
 from rekindle.kernels.matmul.types import Matrix, Packed
 from rekindle.kernels.matmul.upload import upload
 
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SLAB = 1 << 24  # weights expanded at a time on the CPU
 
 
 def make_matrix(raw: np.ndarray, type: str, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Matrix:
     """raw uint8 [out, bytes of a row] of a GGUF type -> a weight on the device.
 
-    On a GPU the types of `packing` stay quantised, in planes; everything else is expanded to dtype.
+    On a GPU the types of `packing` stay quantised, in planes; everything else is kept as values.
     """
     if stays_quantised(type, device):
         return Matrix(shape, packed=pack(upload(raw, device), type, shape[1]))
@@ -31,7 +31,8 @@ def stays_quantised(type: str, device: torch.device) -> bool:
 
 
 def expanded(raw: np.ndarray, type: str, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Stored rows as values [rows, columns] on the device, slab by slab so that float32 never exists in whole."""
+    """Stored rows as values [rows, columns] of `kept_dtype`, slab by slab so that float32 never exists in whole."""
+    dtype = kept_dtype(type, device, dtype)
     if type in PLAIN:
         return upload(raw, device).view(PLAIN[type]).view(raw.shape[0], columns).to(dtype)
     values = torch.empty(raw.shape[0], columns, dtype=dtype, device=device)
@@ -61,14 +62,14 @@ def join_matrices(matrices: list[Matrix]) -> Matrix | None:
 def multiply(x: Tensor, matrix: Matrix) -> Tensor:
     """x [rows, in] -> [rows, out] in x.dtype."""
     if matrix.packed is None:
-        return linear(x, matrix.values)
+        return product(x, matrix.values)
     return _gpu().multiply(x, matrix.packed)
 
 
 def multiply_add(x: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
     """residual [rows, out] + x matrixᵀ, in residual's type."""
     if matrix.packed is None:
-        return residual + linear(x, matrix.values)
+        return residual + product(x, matrix.values)
     return _gpu().multiply(x, matrix.packed, residual)
 
 
@@ -88,9 +89,10 @@ def gather_rows(matrix: Matrix, ids: Tensor) -> Tensor:
 
 def swiglu(x: Tensor, gate: Matrix, up: Matrix) -> Tensor:
     """silu(gate x) · (up x): [rows, in] -> [rows, width]."""
-    if gate.packed is None or up.packed is None:
-        return silu(multiply(x, gate)) * multiply(x, up)
-    return _gpu().swiglu(x, gate.packed, up.packed)
+    if gate.packed is not None and up.packed is not None:
+        return _gpu().swiglu(x, gate.packed, up.packed)
+    g, u = multiply_all(x, [gate, up])
+    return _gpu().silu_mul(g, u) if x.is_cuda else silu(g) * u
 
 
 def _like(matrix: Matrix) -> tuple[object, ...]:
@@ -113,10 +115,12 @@ __all__ = [
     "expanded",
     "gather_rows",
     "join_matrices",
+    "kept_dtype",
     "make_matrix",
     "multiply",
     "multiply_add",
     "multiply_all",
+    "product",
     "stays_quantised",
     "swiglu",
 ]

@@ -506,14 +506,14 @@ def store_tile(out, residual, acc, m_first, rows, n_first, width, NT: tl.constex
     lane = tl.arange(0, 32)[None, :]
     m = m_first + 8 * tl.arange(0, NT)[:, None] + lane % 4 * 2
     n = n_first + lane // 4
-    _store_one(out, residual, c0, m, rows, n, width, ADD)
-    _store_one(out, residual, c1, m + 1, rows, n, width, ADD)
-    _store_one(out, residual, c2, m, rows, n + 8, width, ADD)
-    _store_one(out, residual, c3, m + 1, rows, n + 8, width, ADD)
+    store_one(out, residual, c0, m, rows, n, width, ADD)
+    store_one(out, residual, c1, m + 1, rows, n, width, ADD)
+    store_one(out, residual, c2, m, rows, n + 8, width, ADD)
+    store_one(out, residual, c3, m + 1, rows, n + 8, width, ADD)
 
 
 @triton.jit
-def _store_one(out, residual, value, m, rows, n, width, ADD: tl.constexpr):
+def store_one(out, residual, value, m, rows, n, width, ADD: tl.constexpr):
     mask = (m < rows) & (n < width)
     at = m.to(tl.int64) * width + n
     if ADD:

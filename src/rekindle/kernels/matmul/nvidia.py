@@ -51,17 +51,16 @@ class FewConfig(NamedTuple):
 
 def few_config(width: int, columns: int, rows: int, paired: bool = False, six_bits: bool = False) -> FewConfig:
     """The fastest of those timed on an H200 (docs/LOG.md). `six_bits`: one of the matrices is Q6_K."""
-    wide = paired or width >= WIDE
+    wide = width >= WIDE
     if rows == 1:
         # A narrow matrix takes more warps beside one another, so that enough loads are in flight.
-        few = six_bits or (wide and not paired)
-        config = FewConfig(4 if few else 8, 0, True)
-    elif rows <= 8:
+        config = FewConfig(4 if six_bits or (wide and not paired) else 8, 0, True)
+    elif rows <= 8 or paired:
         config = FewConfig(4, 1, True)
     elif wide and not six_bits:
         config = FewConfig(4, 2, False, 2)
     else:
-        config = FewConfig(4 if rows <= 16 else 8, 2, True)
+        config = FewConfig(4, 2, True)
     most = (1 + paired) * (1 << (columns // 256).bit_length() - 1)  # no warp without two groups of its own
     return config._replace(warps=min(config.warps, most))
 
@@ -168,15 +167,15 @@ def _products_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _gated_products_kernel(
     x, x_stride, rows, out, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, NT: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate x) · (up x): 16 · TILES outputs for 8 · NT rows of x; even warps take gate, odd ones up."""
+    """silu(gate x) · (up x): 16 outputs for 8 · NT rows of x; even warps take gate, odd ones up."""
     if EARLY:
         gdc_launch_dependents()
-    at = tl.program_id(1) * (16 * TILES)
+    at = tl.program_id(1) * 16
     g, t, warp = threads(WARPS)
-    row, row2, row3, row4 = rows_of_tiles(at + g, width)
+    row, row2, _, _ = rows_of_tiles(at + g, width)
     is_up = warp % 2 == 1
     codes = tl.where(is_up, up_codes, codes)
     high = tl.where(is_up, up_high, high)
@@ -191,14 +190,12 @@ def _gated_products_kernel(
     else:
         m = tl.program_id(0) * 8 * NT + 8 * tl.arange(0, NT)[:, None] + g
         address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 4 * t).to(tl.int64)
-        acc, acc2 = tile_products(
-            address, codes, high, scales, supers, row, row2, row3, row4, warp // 2,
-            COLUMNS, TYPE, WARPS // 2, TILES, AHEAD, EARLY,
+        acc, _ = tile_products(
+            address, codes, high, scales, supers, row, row2, row, row2, warp // 2,
+            COLUMNS, TYPE, WARPS // 2, 1, AHEAD, EARLY,
         )  # fmt: skip
         m_first = tl.program_id(0) * 8 * NT
         store_tile(out, out, gated_over_warps(acc, NT, WARPS), m_first, rows, at, width, NT, False)
-        if TILES == 2:
-            store_tile(out, out, gated_over_warps(acc2, NT, WARPS), m_first, rows, at + 16, width, NT, False)
 
 
 def multiply(
@@ -217,7 +214,7 @@ def multiply(
     outs = [torch.empty(rows, n, dtype=dtype, device=x.device) for n, dtype in zip(widths, dtypes, strict=True)]
     arguments: list[Tensor | int] = []
     for weight, out, width in zip(weights, outs, widths, strict=True):
-        arguments += [out, *_planes(weight), width]
+        arguments += [out, *planes_of(weight), width]
     arguments += arguments[:6] * (SEGMENTS - len(weights))  # of absent matrices, never read
     programs = sum(
         triton.cdiv(n, 16 if type == "dense" else 16 * config.tiles) for n, type in zip(widths, types, strict=True)
@@ -226,28 +223,28 @@ def multiply(
     _products_kernel[(_programs(rows, config), programs)](
         x, x.stride(0), rows, outs[0] if residual is None else residual, *arguments, columns, *types,
         ADD=residual is not None, NT=config.eights, TILES=config.tiles, WARPS=config.warps, AHEAD=config.ahead,
-        num_warps=config.warps, num_stages=1, **_starting(x.device, sum(widths) * columns),
+        num_warps=config.warps, num_stages=1, **starting(x.device, sum(widths) * columns),
     )  # fmt: skip
     return outs
 
 
 def swiglu(x: Tensor, gate: Packed, up: Packed, config: FewConfig | None = None) -> Tensor:
-    """silu(gate x) · (up x); both matrices of one type."""
+    """silu(gate x) · (up x); both matrices of one type. More than eight rows are faster in `shares`."""
     rows, columns = x.shape
     config = config or few_config(gate.rows, columns, rows, paired=True, six_bits=gate.type == "Q6_K")
     x = x if x.stride(1) == 1 and x.stride(0) % 4 == 0 else x.contiguous()
     out = torch.empty(rows, gate.rows, dtype=x.dtype, device=x.device)
-    _gated_products_kernel[(_programs(rows, config), triton.cdiv(gate.rows, 16 * config.tiles))](
-        x, x.stride(0), rows, out, gate.rows, *_planes(gate), *_planes(up), columns, gate.type,
-        NT=config.eights, TILES=config.tiles, WARPS=config.warps, AHEAD=config.ahead,
-        num_warps=config.warps, num_stages=1, **_starting(x.device, 2 * gate.rows * columns),
+    _gated_products_kernel[(_programs(rows, config), triton.cdiv(gate.rows, 16))](
+        x, x.stride(0), rows, out, gate.rows, *planes_of(gate), *planes_of(up), columns, gate.type,
+        NT=config.eights, WARPS=config.warps, AHEAD=config.ahead,
+        num_warps=config.warps, num_stages=1, **starting(x.device, 2 * gate.rows * columns),
     )  # fmt: skip
     return out
 
 
-def _starting(device: torch.device, values: int) -> dict[str, bool]:
-    """A launch that runs long gains little by an early start, and loses by it: its programs take places wherever the
-    launch before leaves some, so that some multiprocessors have more of them than others to the end."""
+def starting(device: torch.device, values: int) -> dict[str, bool]:
+    """A launch that runs long does not begin early: chains of a norm and two products gain by it, but whole steps lose
+    far more, even where only one program fits a multiprocessor (docs/LOG.md)."""
     return starting_early(device) if values < LARGE else {"EARLY": False}
 
 
@@ -257,7 +254,7 @@ def _programs(rows: int, config: FewConfig) -> int:
     return triton.cdiv(rows, max(1, 8 * config.eights))
 
 
-def _planes(weight: Packed | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def planes_of(weight: Packed | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if isinstance(weight, Tensor):
         assert weight.dtype == torch.bfloat16 and weight.is_contiguous(), f"not {weight.dtype} {weight.stride()}"
         return weight, weight, weight, weight

@@ -1,9 +1,10 @@
 """Products with packed weights on a GPU.
 
-Up to `nvidia.FEW_ROWS` rows of bfloat16 through grouped types take the way of `nvidia`, on its cards. Elsewhere one row
-is bound by reading weights: every thread multiplies whole blocks against a few rows of the matrix, without the matrix
-units; a few rows go through the matrix units, tile by tile expanded in registers. Many rows are bound by arithmetic:
-the matrix is expanded to a scratch buffer and the vendor's library multiplies.
+Up to `nvidia.FEW_ROWS` rows of bfloat16 through grouped types take the way of `nvidia`, `laid` or `shares`, whichever
+is fastest, on NVIDIA's cards. Elsewhere one row is bound by reading weights: every thread multiplies whole blocks
+against a few rows of the matrix, without the matrix units; a few rows go through the matrix units, tile by tile
+expanded in registers. Many rows are bound by arithmetic: the matrix is expanded to a scratch buffer and the vendor's
+library multiplies.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch.nn.functional import linear
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rekindle.kernels.device import starting_early
-from rekindle.kernels.matmul import mma, nvidia
+from rekindle.kernels.matmul import laid, mma, nvidia, shares
+from rekindle.kernels.matmul.arrivals import all_arrived, counters
+from rekindle.kernels.matmul.dense import product
 from rekindle.kernels.matmul.tiles import block_numbers, dot_blocks, dot_pair, load_weights
 from rekindle.kernels.matmul.types import Matrix, Packed
 
@@ -66,7 +69,7 @@ def multiply(x: Tensor, weight: Packed, residual: Tensor | None = None) -> Tenso
     """x [rows, in] -> [rows, out] in x.dtype, or added to residual [rows, out] in its type."""
     rows = x.shape[0]
     if by_units(x, weight):
-        return nvidia.multiply(x, [weight], residual)[0] if few(rows) else many_rows(x, weight, residual)
+        return _products(x, [weight], residual)[0] if few(rows) else many_rows(x, weight, residual)
     if rows == 1:
         return launch_row(x, [weight], residual)[0]
     if rows < MANY_ROWS:
@@ -81,13 +84,22 @@ def multiply_by_all(x: Tensor, matrices: list[Matrix]) -> list[Tensor]:
     dense = {i: m.values for i, m in enumerate(matrices) if m.packed is None and joins_units(m.values)} if units else {}
     launched: dict[int, Packed | Tensor] = {**dense, **units}
     for some in _by_fours(list(launched)):
-        outs |= zip(some, nvidia.multiply(x, [launched[i] for i in some]), strict=True)
+        outs |= zip(some, _products(x, [launched[i] for i in some]), strict=True)
     rest = [i for i in range(len(matrices)) if i not in launched]
     if x.shape[0] == 1:
         outs |= zip(rest, multiply_row_by_all(x, [matrices[i] for i in rest]), strict=True)
     else:
         outs |= {i: _multiply_any(x, matrices[i]) for i in rest}
     return [outs[i] for i in range(len(matrices))]
+
+
+def _products(x: Tensor, weights: list[Packed | Tensor], residual: Tensor | None = None) -> list[Tensor]:
+    """A few rows through several matrices in one launch of the matrix units."""
+    rows, columns = x.shape
+    width = sum(weight.shape[0] if isinstance(weight, Tensor) else weight.rows for weight in weights)
+    form = shares if shares.pays(rows, width * columns) else laid if laid.pays(rows, width) else nvidia
+    outs: list[Tensor] = form.multiply(x, weights, residual)
+    return outs
 
 
 def joins_units(values: Tensor) -> bool:
@@ -105,14 +117,14 @@ def swiglu(x: Tensor, gate: Packed, up: Packed) -> Tensor:
     """silu(gate x) · (up x), [rows, width] in x.dtype."""
     rows = x.shape[0]
     if gate.type == up.type and by_units(x, gate) and few(rows):
-        return nvidia.swiglu(x, gate, up)
+        return (shares if rows >= shares.LEAST_ROWS else nvidia).swiglu(x, gate, up)
     if rows < MANY_ROWS and gate.type == up.type and not by_units(x, gate):
         return swiglu_row(x, gate, up) if rows == 1 else few_rows(x, gate, up)
     return silu_mul(multiply(x, gate), multiply(x, up))
 
 
 def by_units(x: Tensor, *weights: Packed) -> bool:
-    """All of these can be multiplied by x through `nvidia`."""
+    """All of these can be multiplied by x in NVIDIA's matrix units."""
     return mma.available(x) and all(mma.takes(weight.type) for weight in weights)
 
 
@@ -121,7 +133,7 @@ def few(rows: int) -> bool:
 
 
 def _multiply_any(x: Tensor, matrix: Matrix) -> Tensor:
-    return linear(x, matrix.values) if matrix.packed is None else multiply(x, matrix.packed)
+    return product(x, matrix.values) if matrix.packed is None else multiply(x, matrix.packed)
 
 
 def _by_fours(items: list[T]) -> list[list[T]]:
@@ -425,17 +437,6 @@ def _rows_kernel(
             tl.store(out + o_y, y, mask_y)
 
 
-@triton.jit
-def all_arrived(counter, expected):
-    """Count this program in; true for the last, which then sees what all of them stored. Leaves the counter at zero."""
-    tl.debug_barrier()  # every thread of this program has stored its share
-    before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    last = before == expected - 1
-    if last:
-        tl.atomic_xchg(counter, 0)
-    return last
-
-
 def few_rows(
     x: Tensor,
     weight: Packed,
@@ -469,16 +470,6 @@ def _fill(tiles: int, steps: int, wanted: int = 512) -> int:
     while tiles * split * 2 <= wanted and steps >= 4 * split and split < 16:
         split *= 2
     return split
-
-
-_counters: dict[torch.device, Tensor] = {}
-
-
-def counters(device: torch.device) -> Tensor:
-    """Zeros that kernels count in and leave at zero. Launches that use them follow one another on one stream."""
-    if device not in _counters:
-        _counters[device] = torch.zeros(1 << 16, dtype=torch.int32, device=device)
-    return _counters[device]
 
 
 # ---- many rows ---------------------------------------------------------------------------------------------------

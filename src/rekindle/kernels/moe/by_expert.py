@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
+from rekindle.kernels.matmul.dense import product
 from rekindle.kernels.moe.types import ExpertStack
 
 
@@ -16,8 +17,8 @@ def moe(h: Tensor, ids: Tensor, weights: Tensor, gate: ExpertStack, up: ExpertSt
     for expert in ids.unique().tolist():
         row, place = torch.nonzero(ids == expert, as_tuple=True)
         x = h.index_select(0, row)
-        inner = silu(linear(x, _values(gate, expert, h))) * linear(x, _values(up, expert, h))
-        shares[row, place] = linear(inner, _values(down, expert, h)).float()
+        inner = silu(product(x, _values(gate, expert, h))) * product(x, _values(up, expert, h))
+        shares[row, place] = product(inner, _values(down, expert, h)).float()
     return (shares * weights[:, :, None]).sum(1)
 
 

@@ -16,19 +16,23 @@ claimed task keeps its request open, since `done` is not set before all tasks ar
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 typedef uint32_t words __attribute__((vector_size(64), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(64), aligned(4)));
 typedef float floats __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t shorts4 __attribute__((vector_size(8)));
-typedef int32_t ints4 __attribute__((vector_size(16)));
-typedef float floats4 __attribute__((vector_size(16)));
-typedef int8_t bytes8 __attribute__((vector_size(8)));
+typedef uint32_t words4 __attribute__((vector_size(16)));
+typedef uint32_t words8 __attribute__((vector_size(32)));
+typedef uint16_t shorts8 __attribute__((vector_size(16)));
+typedef int8_t bytes16 __attribute__((vector_size(16)));
 typedef int32_t ints8 __attribute__((vector_size(32)));
+typedef float floats4 __attribute__((vector_size(16)));
 typedef float floats8 __attribute__((vector_size(32)));
 
 enum { Q4_K = 4, Q5_K = 5, Q6_K = 6 };
-enum { UP_TASK = 16, DOWN_TASK = 32 };     /* outputs of one task */
+enum { UP_TASK = 16, DOWN_TASK = 16 };     /* outputs of one task */
 enum { SPIN_NS = 3000000, NAP_NS = 50000 }; /* how long a thread looks without sleeping, and then sleeps at a time */
 enum { LONG_NAP_NS = 500000, IDLE_NAP_NS = 5000000 };
 #define AWAKE_NS 1000000000LL               /* after so long without work only one thread keeps looking, now and then */
@@ -97,23 +101,44 @@ static inline float sum_of(floats v) {
                    __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
 }
 
-/* x in the order of the interleaved nibbles, and its sums over every 16 weights.
+/* One row of x as the dots take it, in 16-bit numbers: the largest of 256 columns is ±32767. */
+typedef struct {
+    int16_t *codes; /* [columns], in the order of the interleaved nibbles */
+    float *factors; /* [columns / 256] */
+    float *sums;    /* of the numbers as they are coded: [columns / 32] by block, then [columns / 16] by half block */
+} Coded;
 
-Of a group of four blocks i, weight 16·s + 4·t + 2·u + h of block i stands at [4·h + 2·s + u][4·t + i]; its half block s
-is summed up at [4·s + i]. */
-static void arrange(const float *x, int64_t columns, float *to, float *sums) {
-    for (int64_t g = 0; g < columns / 128; g++)
-        for (int i = 0; i < 4; i++)
-            for (int s = 0; s < 2; s++) {
-                float total = 0;
-                for (int o = 0; o < 16; o++) {
-                    int t = o / 4, u = o / 2 % 2, h = o % 2;
-                    float value = x[128 * g + 32 * i + 16 * s + o];
-                    to[128 * g + 16 * (4 * h + 2 * s + u) + 4 * t + i] = value;
-                    total += value;
-                }
-                sums[8 * g + 4 * s + i] = total;
-            }
+static inline Coded part_of(const Coded *all, int64_t n, int64_t columns) {
+    return (Coded){all->codes + n * columns, all->factors + n * columns / 256, all->sums + n * columns / 32 * 3};
+}
+
+static float largest(const float *x) {
+    float most = 0;
+    for (int o = 0; o < 256; o++) most = fmaxf(most, fabsf(x[o]));
+    return most;
+}
+
+/* Of a group of four blocks i, weights 16·s + 4·t + 2·u and the next of block i stand at [2·s + u][4·t + i]. */
+static void arrange(const float *x, int64_t columns, Coded *to) {
+    float *halves = to->sums + columns / 32;
+    for (int64_t at = 0; at < columns; at += 256) {
+        float factor = largest(x + at) / 32767, by = factor > 0 ? 1 / factor : 0;
+        int16_t codes[256];
+        for (int o = 0; o < 256; o++) codes[o] = (int16_t)rintf(x[at + o] * by);
+        for (int run = 0; run < 16; run++) { /* of 16 columns */
+            int g = run / 8, i = run / 2 % 4, s = run % 2;
+            int32_t total = 0;
+            for (int o = 0; o < 16; o++) total += codes[16 * run + o];
+            halves[at / 16 + run] = (float)total * factor;
+            for (int t = 0; t < 4; t++)
+                for (int u = 0; u < 2; u++)
+                    memcpy(to->codes + at + 128 * g + 32 * (2 * s + u) + 2 * (4 * t + i),
+                           codes + 16 * run + 4 * t + 2 * u, 4);
+        }
+        for (int block = 0; block < 8; block++)
+            to->sums[at / 32 + block] = halves[at / 16 + 2 * block] + halves[at / 16 + 2 * block + 1];
+        to->factors[at / 256] = factor;
+    }
 }
 
 static inline words load_words(const void *from) {
@@ -122,101 +147,120 @@ static inline words load_words(const void *from) {
     return w;
 }
 
-static inline floats load_floats(const float *from) {
-    floats v;
-    memcpy(&v, from, 64);
-    return v;
+/* sum + the products of the 16-bit halves of q and x, lane by lane; what q holds is small and not negative. */
+static inline ints add_products(ints sum, words q, const int16_t *x) {
+#if defined(__AVX512VNNI__)
+    return (ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)q, _mm512_loadu_si512(x));
+#elif defined(__AVX2__)
+    __m256i halves[2], both[2];
+    memcpy(halves, &q, 64);
+    for (int i = 0; i < 2; i++)
+        both[i] = _mm256_madd_epi16(halves[i], _mm256_loadu_si256((const __m256i *)(x + 16 * i)));
+    ints product;
+    memcpy(&product, both, 64);
+    return sum + product;
+#else
+    ints pair = (ints)load_words(x);
+    return sum + (ints)(q & 0xffff) * ((ints)((words)pair << 16) >> 16) + (ints)(q >> 16) * (pair >> 16);
+#endif
 }
 
-static inline floats four_times(floats4 v) {
-    return __builtin_shufflevector(v, v, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
-}
+/* Lane 4·t + i takes number i of the first, or of the second four; or with a stride of two, from `first` on. */
+#define OF_BLOCKS(v, first, by)                                                                               \
+    __builtin_shufflevector(v, v, first, first + by, first + 2 * by, first + 3 * by, first, first + by,       \
+                            first + 2 * by, first + 3 * by, first, first + by, first + 2 * by, first + 3 * by, \
+                            first, first + by, first + 2 * by, first + 3 * by)
 
 static const words BY_FOURS = {0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12};
 static const words BY_EIGHTS = {0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8};
 
-/* Fifth bits, or the upper two of six, of a group: lane 4·t + i, to be shifted right by the place of (h, f). */
+/* Fifth bits, or the upper two of six, of a group: lane 4·t + i, to be shifted right by the place of the nibble. */
 static inline words five_high(const uint32_t *high) {
-    words v = {high[0], high[0], high[0], high[0], high[1], high[1], high[1], high[1],
-               high[2], high[2], high[2], high[2], high[3], high[3], high[3], high[3]};
-    return v >> BY_FOURS;
+    words4 v;
+    memcpy(&v, high, 16);
+    return __builtin_shufflevector(v, v, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3) >> BY_FOURS;
 }
 
 static inline words six_high(const uint32_t *high) {
-    words v = {high[0], high[0], high[1], high[1], high[2], high[2], high[3], high[3],
-               high[4], high[4], high[5], high[5], high[6], high[6], high[7], high[7]};
-    return v >> BY_EIGHTS;
+    words8 v;
+    memcpy(&v, high, 32);
+    return __builtin_shufflevector(v, v, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7) >> BY_EIGHTS;
 }
 
-static float dot_scaled_min(const Part *p, int64_t row, int64_t columns, const float *x, const float *sums, int five) {
-    int64_t groups = columns / 128;
-    const char *codes = (const char *)p->codes + row * groups * 64;
-    const uint32_t *high = (const uint32_t *)p->high + row * groups * 4;
-    const uint16_t *scales = (const uint16_t *)p->scales + row * groups * 4;
-    const uint32_t *supers = (const uint32_t *)p->supers + row * groups / 2;
-    floats total = {0};
-    floats4 least = {0};
-    float d = 0, dmin = 0;
-    for (int64_t g = 0; g < groups; g++) {
-        words w = load_words(codes + 64 * g), top = {0};
-        if (five) top = five_high(high + 4 * g);
-        floats acc = {0};
-        for (int j = 0; j < 8; j++) {
-            words q = (w >> (4 * j)) & 15;
-            if (five) q |= ((top >> (16 * (j / 4) + j % 4)) & 1) << 4;
-            acc += __builtin_convertvector((ints)q, floats) * load_floats(x + 128 * g + 16 * j);
-        }
-        shorts4 both;
-        floats4 low, high_half;
-        memcpy(&both, scales + 4 * g, 8);
-        memcpy(&low, sums + 8 * g, 16);
-        memcpy(&high_half, sums + 8 * g + 4, 16);
-        ints4 scale = __builtin_convertvector(both, ints4);
-        if (g % 2 == 0) d = half(supers[g / 2] & 0xffff), dmin = half(supers[g / 2] >> 16);
-        total += acc * four_times(d * __builtin_convertvector(scale & 255, floats4));
-        least += dmin * __builtin_convertvector(scale >> 8, floats4) * (low + high_half);
+/* Σ code · x of a group, by block and t. */
+static inline ints group_sum(const char *codes, const uint32_t *high, const int16_t *x, int five) {
+    words w = load_words(codes), top = {0};
+    if (five) top = five_high(high);
+    ints acc = {0};
+    for (int j = 0; j < 4; j++) { /* two nibbles at a time */
+        words q = (w >> (4 * j)) & 0x000f000f;
+        if (five) q |= ((top >> j) & 0x00010001) << 4;
+        acc = add_products(acc, q, x + 32 * j);
     }
-    return sum_of(total) - sum_of4(least);
+    return acc;
 }
 
-static float dot_signed(const Part *p, int64_t row, int64_t columns, const float *x, const float *sums) {
-    int64_t groups = columns / 128;
-    const char *codes = (const char *)p->codes + row * groups * 64;
-    const uint32_t *high = (const uint32_t *)p->high + row * groups * 8;
-    const int8_t *scales = (const int8_t *)p->scales + row * groups * 8;
-    const float *supers = (const float *)p->supers + row * groups / 2;
-    floats total = {0};
+static inline float dot_scaled_min(const Part *p, int64_t row, int64_t columns, const Coded *x, int five) {
+    int64_t supers = columns / 256; /* of two groups */
+    const char *codes = (const char *)p->codes + row * supers * 128;
+    const uint32_t *high = (const uint32_t *)p->high + row * supers * 8;
+    const uint16_t *scales = (const uint16_t *)p->scales + row * supers * 8;
+    const uint32_t *factors = (const uint32_t *)p->supers + row * supers;
+    floats total = {0}, other = {0};
     floats8 least = {0};
-    for (int64_t g = 0; g < groups; g++) {
-        words w = load_words(codes + 64 * g), top = six_high(high + 8 * g);
-        floats acc[2] = {{0}, {0}}; /* the two halves of a block have scales of their own */
-        for (int j = 0; j < 8; j++) {
-            words q = ((w >> (4 * j)) & 15) | ((top >> (16 * (j / 4) + 2 * (j % 4))) & 3) << 4;
-            acc[j % 4 / 2] += __builtin_convertvector((ints)q, floats) * load_floats(x + 128 * g + 16 * j);
-        }
-        bytes8 both;
-        floats8 sum;
-        memcpy(&both, scales + 8 * g, 8);
-        memcpy(&sum, sums + 8 * g, 32);
-        bytes8 by_half = __builtin_shufflevector(both, both, 0, 2, 4, 6, 1, 3, 5, 7);
-        floats8 scale = supers[g / 2] * __builtin_convertvector(__builtin_convertvector(by_half, ints8), floats8);
-        total += acc[0] * four_times(__builtin_shufflevector(scale, scale, 0, 1, 2, 3));
-        total += acc[1] * four_times(__builtin_shufflevector(scale, scale, 4, 5, 6, 7));
-        least += scale * sum;
+    for (int64_t s = 0; s < supers; s++) {
+        ints first = group_sum(codes + 128 * s, high + 8 * s, x->codes + 256 * s, five);
+        ints second = group_sum(codes + 128 * s + 64, high + 8 * s + 4, x->codes + 256 * s + 128, five);
+        shorts8 both;
+        floats8 sums;
+        memcpy(&both, scales + 8 * s, 16);
+        memcpy(&sums, x->sums + 8 * s, 32);
+        ints8 scale = __builtin_convertvector(both, ints8);
+        floats8 by = half(factors[s] & 0xffff) * x->factors[s] * __builtin_convertvector(scale & 255, floats8);
+        total += __builtin_convertvector(first, floats) * OF_BLOCKS(by, 0, 1);
+        other += __builtin_convertvector(second, floats) * OF_BLOCKS(by, 4, 1);
+        least += half(factors[s] >> 16) * __builtin_convertvector(scale >> 8, floats8) * sums;
     }
-    return sum_of(total) - 32 * sum_of8(least);
+    return sum_of(total + other) - sum_of8(least);
 }
 
-static inline float dot(const Part *p, int64_t row, int64_t columns, const float *x, const float *sums) {
-    if (p->type == Q6_K) return dot_signed(p, row, columns, x, sums);
-    return dot_scaled_min(p, row, columns, x, sums, p->type == Q5_K);
+static inline float dot_signed(const Part *p, int64_t row, int64_t columns, const Coded *x) {
+    int64_t supers = columns / 256;
+    const char *codes = (const char *)p->codes + row * supers * 128;
+    const uint32_t *high = (const uint32_t *)p->high + row * supers * 16;
+    const int8_t *scales = (const int8_t *)p->scales + row * supers * 16;
+    const float *factors = (const float *)p->supers + row * supers, *halves = x->sums + columns / 32;
+    floats total = {0}, least = {0};
+    for (int64_t s = 0; s < supers; s++) {
+        bytes16 sixteen;
+        memcpy(&sixteen, scales + 16 * s, 16);
+        floats scale = factors[s] * __builtin_convertvector(__builtin_convertvector(sixteen, ints), floats);
+        floats by = scale * x->factors[s];
+        floats of[4] = {OF_BLOCKS(by, 0, 2), OF_BLOCKS(by, 1, 2), OF_BLOCKS(by, 8, 2), OF_BLOCKS(by, 9, 2)};
+        for (int g = 0; g < 2; g++) {
+            words w = load_words(codes + 128 * s + 64 * g), top = six_high(high + 16 * s + 8 * g);
+            for (int h = 0; h < 2; h++) { /* the two halves of a block have scales of their own */
+                ints acc = {0};
+                for (int j = 2 * h; j < 2 * h + 2; j++) {
+                    words q = ((w >> (4 * j)) & 0x000f000f) | ((top >> (2 * j)) & 0x00030003) << 4;
+                    acc = add_products(acc, q, x->codes + 256 * s + 128 * g + 32 * j);
+                }
+                total += __builtin_convertvector(acc, floats) * of[2 * g + h];
+            }
+        }
+        floats sums;
+        memcpy(&sums, halves + 16 * s, 64);
+        least += scale * sums;
+    }
+    return sum_of(total) - 32 * sum_of(least);
+}
+
+static float dot(const Part *p, int64_t row, int64_t columns, const Coded *x) {
+    if (p->type == Q6_K) return dot_signed(p, row, columns, x);
+    return p->type == Q5_K ? dot_scaled_min(p, row, columns, x, 1) : dot_scaled_min(p, row, columns, x, 0);
 }
 
 /* ---- a request -------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    float *x, *sums; /* room for one row, or for the inner values of all pairs */
-} Scratch;
 
 static int64_t claim(_Atomic uint64_t *claims, uint32_t request, int64_t tasks) {
     uint64_t seen = atomic_load(claims);
@@ -225,39 +269,41 @@ static int64_t claim(_Atomic uint64_t *claims, uint32_t request, int64_t tasks) 
     return -1;
 }
 
-static void up_tasks(Crew *c, uint32_t request, const Layer *l, int64_t tasks, Scratch *s) {
+static void up_tasks(Crew *c, uint32_t request, const Layer *l, int64_t tasks, Coded *room) {
     int64_t per_pair = (l->width + UP_TASK - 1) / UP_TASK, arranged = -1, task;
     while ((task = claim(&c->up_claims, request, tasks)) >= 0) {
         int64_t pair = task / per_pair, first = task % per_pair * UP_TASK;
         int64_t row = c->box.row[pair], base = c->box.place[pair] * l->width;
-        if (row != arranged) arrange(c->box.x + row * l->hidden, l->hidden, s->x, s->sums);
+        if (row != arranged) arrange(c->box.x + row * l->hidden, l->hidden, room);
         arranged = row;
         for (int64_t o = first; o < first + UP_TASK && o < l->width; o++) {
-            float gate = dot(&l->gate, base + o, l->hidden, s->x, s->sums);
-            float up = dot(&l->up, base + o, l->hidden, s->x, s->sums);
+            float gate = dot(&l->gate, base + o, l->hidden, room);
+            float up = dot(&l->up, base + o, l->hidden, room);
             c->inner[pair * l->width + o] = gate / (1 + expf(-gate)) * up;
         }
         atomic_fetch_add(&c->up_done, 1);
     }
 }
 
-static void down_tasks(Crew *c, uint32_t request, const Layer *l, int64_t tasks, Scratch *s) {
+static void down_tasks(Crew *c, uint32_t request, const Layer *l, int64_t tasks, Coded *room) {
     int arranged = 0;
     int64_t task;
     while ((task = claim(&c->down_claims, request, tasks)) >= 0) {
         int64_t pairs = c->box.head->pairs, rows = c->box.head->rows, first = task * DOWN_TASK;
         int64_t stop = first + DOWN_TASK < l->hidden ? first + DOWN_TASK : l->hidden;
-        for (int64_t n = 0; !arranged && n < pairs; n++)
-            arrange(c->inner + n * l->width, l->width, s->x + n * l->width, s->sums + n * l->width / 16);
+        for (int64_t n = 0; !arranged && n < pairs; n++) {
+            Coded to = part_of(room, n, l->width);
+            arrange(c->inner + n * l->width, l->width, &to);
+        }
         arranged = 1;
         for (int64_t r = 0; r < rows; r++)
             for (int64_t o = first; o < stop; o++) c->box.out[r * l->hidden + o] = 0;
         for (int64_t n = 0; n < pairs; n++) {
             int64_t base = c->box.place[n] * l->hidden;
             float *to = c->box.out + c->box.row[n] * l->hidden;
+            Coded inner = part_of(room, n, l->width);
             for (int64_t o = first; o < stop; o++)
-                to[o] += c->box.weight[n] *
-                         dot(&l->down, base + o, l->width, s->x + n * l->width, s->sums + n * l->width / 16);
+                to[o] += c->box.weight[n] * dot(&l->down, base + o, l->width, &inner);
         }
         if ((int64_t)atomic_fetch_add(&c->down_done, 1) == tasks - 1)
             atomic_store_explicit(c->box.done, request, memory_order_release);
@@ -268,7 +314,7 @@ static inline int is_over(Crew *c, uint32_t request) {
     return atomic_load(&c->stop) || (int32_t)(atomic_load_explicit(c->box.done, memory_order_acquire) - request) >= 0;
 }
 
-static void answer(Crew *c, uint32_t request, Scratch *s) {
+static void answer(Crew *c, uint32_t request, Coded *room) {
     uint32_t before = atomic_load(&c->opening);
     /* Only forwards: a thread that overslept would open an old request again, over the counters of a running one. */
     if ((int32_t)(request - before) > 0 && atomic_compare_exchange_strong(&c->opening, &before, request)) {
@@ -285,10 +331,10 @@ static void answer(Crew *c, uint32_t request, Scratch *s) {
     atomic_thread_fence(memory_order_acquire); /* both are read before the next look at `done` */
     if (is_over(c, request)) return; /* then what was just read may belong to the next one */
     int64_t up = head.pairs * ((l.width + UP_TASK - 1) / UP_TASK), down = (l.hidden + DOWN_TASK - 1) / DOWN_TASK;
-    up_tasks(c, request, &l, up, s);
+    up_tasks(c, request, &l, up, room);
     while ((int64_t)atomic_load(&c->up_done) != up)
         if (is_over(c, request)) return;
-    down_tasks(c, request, &l, down, s);
+    down_tasks(c, request, &l, down, room);
 }
 
 /* ---- threads ---------------------------------------------------------------------------------------------------- */
@@ -329,22 +375,23 @@ static void rest(Crew *c, int is_first, int64_t idle) {
 typedef struct {
     Crew *crew;
     int number;
-    Scratch scratch;
+    Coded room; /* for one row of x, or for the inner values of all pairs */
 } Place;
 
-/* Room for one thread: 4¼ bytes for each of most_columns · most_pairs, 557 KB for 2048 and 64. */
+/* Room for one thread: 2⅖ bytes for each of most_columns · most_pairs, 314 KB for 2048 and 64. */
 static Place *make_place(Crew *c, int number) {
     size_t values = (size_t)(c->most_columns * c->most_pairs);
     Place *place = malloc(sizeof(Place));
     if (!place) return NULL;
-    *place = (Place){c, number, {malloc(values * 4), malloc(values / 4)}};
+    *place = (Place){c, number, {malloc(values * 2), malloc(values / 64), malloc(values / 8 * 3)}};
     return place;
 }
 
 static void free_place(Place *place) {
     if (!place) return;
-    free(place->scratch.x);
-    free(place->scratch.sums);
+    free(place->room.codes);
+    free(place->room.factors);
+    free(place->room.sums);
     free(place);
 }
 
@@ -361,7 +408,7 @@ static void *work(void *argument) {
         }
         if (place->number == 0 && now_ns() - worked > AWAKE_NS) pthread_cond_broadcast(&c->wake);
         OVERSLEEP(place->number);
-        answer(c, request, &place->scratch);
+        answer(c, request, &place->room);
         last = request;
         worked = now_ns();
     }
@@ -387,7 +434,7 @@ Crew *crew_start(const int64_t *box, int threads, int64_t most_columns, int64_t 
     pthread_cond_init(&c->wake, NULL);
     for (; c->threads < threads; c->threads++) {
         Place *place = make_place(c, c->threads);
-        int has_room = place && place->scratch.x && place->scratch.sums;
+        int has_room = place && place->room.codes && place->room.factors && place->room.sums;
         if (!has_room || pthread_create(&c->ids[c->threads], NULL, work, place)) {
             free_place(place);
             break;

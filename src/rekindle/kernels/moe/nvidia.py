@@ -34,6 +34,8 @@ from rekindle.kernels.matmul.mma import (
     tile_products_single,
 )
 from rekindle.kernels.matmul.types import Packed
+from rekindle.kernels.moe.bring import bring_part, when_stored
+from rekindle.kernels.moe.cold import Missing
 
 Planes = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -83,15 +85,19 @@ def _gated_row(
     store_single(out, out, single_gated_over_warps(acc, WARPS), at, width, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _up_pairs_kernel(
     h, ids, inner, share, scale, width,
     codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
     s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales, s_up_supers,
+    sources, pieces, count,
     USED: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
-    WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    WORDS: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """inner[row, place, :] for a chosen expert; place USED is the shared expert, which also leaves its share."""
+    """inner[row, place, :] for a chosen expert; place USED is the shared expert, which also leaves its share.
+
+    WORDS, unless 0: an expert with a source is brought to its slot first, in pieces of so many words.
+    """
     if EARLY:
         gdc_launch_dependents()
     row = tl.program_id(2)
@@ -102,7 +108,13 @@ def _up_pairs_kernel(
     if place < USED:
         if EARLY:
             gdc_wait()
-        base = tl.load(ids + row * USED + place).to(tl.int64) * width
+        slot = tl.load(ids + row * USED + place).to(tl.int64)
+        base = slot * width
+        if WORDS > 0:
+            source = tl.load(sources + row * USED + place).to(tl.int64)
+            if source >= 0:
+                bring_part(pieces, count, tl.program_id(0), source, slot, WORDS)
+                base = when_stored(base, WARPS)
         _gated_row(
             x, out, base, at, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
             COLUMNS, TYPE, WARPS, AHEAD, False,
@@ -190,10 +202,12 @@ def _down_pairs_kernel(
 def by_pair(
     h: Tensor, ids: Tensor, weights: Tensor, gate: Packed, up: Packed, down: Packed, width: int,
     shared: tuple[Packed, Packed, Packed, Tensor] | None, residual: Tensor | None,
-    config: UnitsConfig | None = None,
+    config: UnitsConfig | None = None, missing: Missing | None = None,
 ) -> Tensor:  # fmt: skip
-    """Two launches for everything; gate and up are of one type, and so are the shared expert's."""
+    """Two launches for everything; gate and up are of one type, and so are the shared expert's. `missing`: of one row,
+    whose experts have distinct slots."""
     rows, hidden = h.shape
+    assert missing is None or rows == 1, f"{rows} rows may bring an expert twice"
     config = config or pairs_config(rows)
     early = starting_early(h.device)
     used = ids.shape[1]
@@ -204,7 +218,8 @@ def by_pair(
     share = torch.empty(rows, dtype=torch.float32, device=h.device)
     _up_pairs_kernel[(triton.cdiv(width, 16), places, rows)](
         h, ids, inner, share, scale, width, *planes(gate), *planes(up), *planes(s_gate), *planes(s_up),
-        USED=used, SHARED=shared is not None, COLUMNS=hidden, TYPE=gate.type, S_TYPE=s_gate.type,
+        *((ids, ids, 0) if missing is None else missing.arguments), USED=used, SHARED=shared is not None,
+        COLUMNS=hidden, TYPE=gate.type, S_TYPE=s_gate.type, WORDS=0 if missing is None else missing.parts.words,
         WARPS=config.up_warps, AHEAD=config.ahead, num_warps=config.up_warps, num_stages=1,
         **config.limit, **early,
     )  # fmt: skip

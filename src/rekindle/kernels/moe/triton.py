@@ -3,7 +3,7 @@
 A pair is a row and one of its experts. For a few rows every pair reads its own weights: one launch for gate and up, one
 for down and the weighted sum. From there on pairs are grouped by expert, so that each expert's weights are read once
 per tile of its rows; for very many rows the experts are first expanded, some at a time. Both have a faster form on
-NVIDIA's cards, in `nvidia`.
+NVIDIA's cards, in `nvidia`, and groups of a pair or two one in `integers`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from rekindle.kernels.matmul.mma import ask_for
 from rekindle.kernels.matmul.tiles import block_numbers, dot_blocks, dot_pair, load_weights
 from rekindle.kernels.matmul.triton import all_arrived, by_units, counters, expand, planes_of, row_slab, scratch
 from rekindle.kernels.matmul.types import Packed
-from rekindle.kernels.moe import nvidia
+from rekindle.kernels.moe import integers, nvidia
+from rekindle.kernels.moe.cold import Missing
+from rekindle.kernels.moe.grouping import group
 from rekindle.kernels.moe.naive import LEAST_SUM
 from rekindle.kernels.moe.types import ExpertStack, SharedExpert
 
 Three = tuple[Packed, Packed, Packed]
 
 FEW_ROWS = 4  # up to here every pair reads its own weights
-UNITS_PAIR_ROWS = 16  # the same, where `nvidia` does it
+UNITS_PAIR_ROWS = 8  # the same, where `nvidia` does it
+INTEGER_ROWS = 32  # up to here the groups take the way of `integers`, whose experts have a pair or two
 BESIDE_ROWS = 64  # up to here the shared expert runs in the launches of the others
 UNITS_ROWS = 256  # up to here the groups take the way of `nvidia`
 MANY_ROWS = 1024  # from here on experts are expanded
@@ -78,8 +81,9 @@ def pairs_tile(pairs_per_expert: int) -> int:
 
 
 @triton.jit
-def _choose(logits, ids, weights, experts, least, USED: tl.constexpr, E: tl.constexpr, PLACES: tl.constexpr):
-    """The USED largest of one row's logits, largest first: each round takes the largest key that is left.
+def chosen(logits, experts, least, USED: tl.constexpr, E: tl.constexpr, PLACES: tl.constexpr):
+    """(ids, weights), both [PLACES], of the USED largest of one row's logits, largest first: each round takes the
+    largest key that is left.
 
     A key orders by logit (its bits, made to rise with the number), then by the lowest id.
     """
@@ -92,28 +96,32 @@ def _choose(logits, ids, weights, experts, least, USED: tl.constexpr, E: tl.cons
     taken = tl.full([E], -0x8000000000000000, tl.int64)
     key = tl.where(e < experts, (rising.to(tl.int64) << 32) | (E - 1 - e).to(tl.int64), taken)
     place = tl.arange(0, PLACES)
-    chosen = tl.zeros([PLACES], tl.int64)
+    keys = tl.zeros([PLACES], tl.int64)
     for p in tl.static_range(USED):
         best = tl.max(key, 0)
-        chosen = tl.where(place == p, best, chosen)
+        keys = tl.where(place == p, best, keys)
         key = tl.where(key == best, taken, key)
-    rising = (chosen >> 32).to(tl.int32)
+    rising = (keys >> 32).to(tl.int32)
     logit = (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     chance = tl.where(place < USED, tl.exp(logit - top) / every, 0.0)
     total = tl.maximum(tl.sum(chance, 0), least)
-    tl.store(ids + place, E - 1 - (chosen & 0xFFFFFFFF).to(tl.int32), place < USED)
-    tl.store(weights + place, chance / total, place < USED)
+    return E - 1 - (keys & 0xFFFFFFFF).to(tl.int32), chance / total
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _route_kernel(
-    h, router, logits, ids, weights, arrived, rows, experts, hidden, least,
-    USED: tl.constexpr, E: tl.constexpr, PLACES: tl.constexpr,
+@triton.jit
+def _choose(logits, ids, weights, experts, least, USED: tl.constexpr, E: tl.constexpr, PLACES: tl.constexpr):
+    place = tl.arange(0, PLACES)
+    id, weight = chosen(logits, experts, least, USED, E, PLACES)
+    tl.store(ids + place, id, place < USED)
+    tl.store(weights + place, weight, place < USED)
+
+
+@triton.jit
+def store_logits(
+    h, router, logits, rows, experts, hidden,
     BE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BE logits of BM rows, in float32; of a single row the last program chooses."""
-    if EARLY:
-        gdc_launch_dependents()
+    """BE logits of BM rows, in float32."""
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     p_w = router + tl.minimum(e, experts - 1)[:, None, None] * hidden
@@ -130,6 +138,18 @@ def _route_kernel(
         acc += w * x
     to = logits + m[None, :] * experts + e[:, None]
     tl.store(to, tl.sum(acc, 2), (e < experts)[:, None] & (m < rows)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _route_kernel(
+    h, router, logits, ids, weights, arrived, rows, experts, hidden, least,
+    USED: tl.constexpr, E: tl.constexpr, PLACES: tl.constexpr,
+    BE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """BE logits of BM rows; of a single row the last program chooses."""
+    if EARLY:
+        gdc_launch_dependents()
+    store_logits(h, router, logits, rows, experts, hidden, BE, BM, BK, EARLY)
     if BM == 1:  # noqa: SIM102 (known when it is compiled, the other is not)
         if all_arrived(arrived, tl.num_programs(0)):
             _choose(logits, ids, weights, experts, least, USED, E, PLACES)
@@ -158,7 +178,7 @@ class RouteConfig(NamedTuple):
 def route_config(rows: int) -> RouteConfig:
     if rows == 1:
         return RouteConfig(1, 1, 2048, 4)
-    return RouteConfig(2, 16, 256, 4) if rows > 8 else RouteConfig(2, 4, 256, 2)
+    return RouteConfig(2, 16, 512, 8) if rows > 8 else RouteConfig(2, 4, 256, 2)
 
 
 def route(h: Tensor, router: Tensor, used: int, config: RouteConfig | None = None) -> tuple[Tensor, Tensor]:
@@ -339,36 +359,6 @@ def _warps(tile: PairConfig, columns: int) -> int:
 # ---- grouped by expert -------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _group_kernel(ids, order, starts, pairs, B: tl.constexpr, EARLY: tl.constexpr):
-    """Pairs of one expert, in their order, behind those of lower experts; starts[e] is where they begin."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    e = tl.program_id(0)
-    start = tl.zeros([], tl.int32)
-    for at in range(0, pairs, B):
-        o = at + tl.arange(0, B)
-        start += tl.sum((tl.load(ids + o, o < pairs, other=2147483647) < e).to(tl.int32), 0)
-    tl.store(starts + e, start)
-    if e < tl.num_programs(0) - 1:
-        for at in range(0, pairs, B):
-            o = at + tl.arange(0, B)
-            mine = (tl.load(ids + o, o < pairs, other=-1) == e).to(tl.int32)
-            tl.store(order + start + tl.cumsum(mine, 0) - 1, o, mine == 1)
-            start += tl.sum(mine, 0)
-
-
-def group(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """ids int32 [rows, used] -> (pairs sorted by expert int32 [pairs], where each expert's begin [experts + 1])."""
-    pairs = ids.numel()
-    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
-    starts = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
-    block = 256 if pairs <= 256 else 1024
-    _group_kernel[(experts + 1,)](ids, order, starts, pairs, B=block, num_warps=4, **starting_early(ids.device))
-    return order, starts
-
-
 @triton.jit
 def _tile_weights(
     codes, high, scales, supers, row, start, nought,
@@ -490,6 +480,19 @@ def by_group(
     return _combined(h, shares, used, shared, residual)
 
 
+def by_integers(
+    h: Tensor, ids: Tensor, weights: Tensor, gate: ExpertStack, up: ExpertStack, down: ExpertStack,
+    shared: SharedExpert | None, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The same through `integers`, for rows so few that most experts have a pair or two."""
+    h = h.contiguous()
+    beside = _beside(h, shared, gate.rows)
+    planes = gate.planes, up.planes, down.planes
+    shares = integers.run_experts(h, ids, weights, *planes, gate.experts, beside)
+    extra = shares[ids.numel() :] if beside is not None else None
+    return _combined(h, shares, ids.shape[1], shared, residual, extra)
+
+
 def by_units_group(
     h: Tensor, ids: Tensor, weights: Tensor, gate: ExpertStack, up: ExpertStack, down: ExpertStack,
     shared: SharedExpert | None, residual: Tensor | None,
@@ -566,6 +569,26 @@ def run_grouped(
 # ---- the door ----------------------------------------------------------------------------------------------------
 
 
+def takes_missing(h: Tensor, gate: ExpertStack, up: ExpertStack, down: ExpertStack, shared: SharedExpert) -> bool:
+    """One row may go to `moe_missing`."""
+    packed = shared.gate.packed, shared.up.packed, shared.down.packed
+    if h.shape[0] != 1 or gate.planes.type != up.planes.type or not _fits_pairs(packed, gate.rows):
+        return False
+    return by_units(h, gate.planes, up.planes, down.planes) and by_units(h, *packed)
+
+
+def moe_missing(
+    h: Tensor, slots: Tensor, weights: Tensor, gate: ExpertStack, up: ExpertStack, down: ExpertStack,
+    shared: SharedExpert, missing: Missing,
+) -> Tensor:  # fmt: skip
+    """The chosen experts of one row, some of which are brought to their slots first, and the shared one."""
+    packed = shared.gate.packed, shared.up.packed, shared.down.packed
+    assert _fits_pairs(packed, gate.rows), "asked of takes_missing before"
+    planes = gate.planes, up.planes, down.planes
+    beside = (*packed, shared.scale)
+    return nvidia.by_pair(h, slots, weights, *planes, gate.rows, beside, None, missing=missing)
+
+
 def moe(
     h: Tensor, ids: Tensor, weights: Tensor, gate: ExpertStack, up: ExpertStack, down: ExpertStack,
     shared: SharedExpert | None = None, residual: Tensor | None = None,
@@ -582,6 +605,8 @@ def moe(
         if _fits_pairs(packed, gate.rows):
             run = nvidia.by_pair if units and by_units(h, *packed) else by_pair
             return run(h, ids, weights, *planes, gate.rows, (*packed, shared.scale), residual)
+    if units and rows <= INTEGER_ROWS:
+        return by_integers(h, ids, weights, gate, up, down, shared, residual)
     if units and rows <= UNITS_ROWS:
         return by_units_group(h, ids, weights, gate, up, down, shared, residual)
     return by_group(h, ids, weights, gate, up, down, shared, residual, expanding=rows >= MANY_ROWS)

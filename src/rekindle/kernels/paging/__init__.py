@@ -1,27 +1,24 @@
-"""Fetch pages that lie scattered in host memory into a buffer on the device."""
+"""Copy pages between addresses: from pinned host memory to the device, or from anywhere on it."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from torch import Tensor
 
 from rekindle.kernels.paging import naive
 
 
-def fetch_pages(to: Tensor, pages: Sequence[Tensor], places: Tensor, addresses: Tensor | None) -> None:
-    """to[places[i]] = pages[i], on the current stream; places: integers on the device of `to`.
+def fetch_pages(targets: Tensor, sources: Tensor, nbytes: int) -> None:
+    """`nbytes` from every sources[layer, i] to targets[layer, i], on the current stream.
 
-    addresses: int64 on the device of `to`, where the pages lie in pinned memory; None where some are not pinned. With
-    them a GPU reads the pages itself, in one launch at the speed of the link; a copy for each would be several times
-    slower.
+    Both int64 [layers, pages], addresses on 16-byte edges. A GPU reads pinned host memory itself: one launch at the
+    speed of the link for all pages of all layers, where a copy for each would be several times slower.
     """
-    if addresses is None:
-        naive.fetch_pages(to, pages, places)
-    else:
+    if targets.is_cuda:
         from rekindle.kernels.paging import triton
 
-        triton.fetch_pages(to, places, addresses)
+        triton.fetch_pages(targets, sources, nbytes)
+    else:
+        naive.fetch_pages(targets, sources, nbytes)
 
 
 __all__ = ["fetch_pages"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
 
 from torch import Tensor
 
 
-def fetch_pages(to: Tensor, pages: Sequence[Tensor], places: Tensor) -> None:
-    for place, page in zip(places.tolist(), pages, strict=True):
-        to[place].copy_(page, non_blocking=True)
+def fetch_pages(targets: Tensor, sources: Tensor, nbytes: int) -> None:
+    for target, source in zip(targets.flatten().tolist(), sources.flatten().tolist(), strict=True):
+        ctypes.memmove(target, source, nbytes)

@@ -1,0 +1,38 @@
+"""The launches of a layer with cold experts, run once over a layer whose experts are all on the device: the kernels are
+the same wherever the weights lie. For whoever notes launches instead of running them."""
+
+from __future__ import annotations
+
+import torch
+
+from rekindle.experts.packed import make_parts, make_pieces
+from rekindle.experts.residency import Residency
+from rekindle.experts.routed import RoutedFfn
+from rekindle.kernels.moe.cold import Missing
+
+
+def rehearse_cold(ffn: RoutedFfn, ring: int, dtype: torch.dtype) -> None:
+    """What goes through a ring of so many slots: one row, and every number of rows that is admitted at once. The crew's
+    launches are left out: whether it is asked is measured when the weights are there."""
+    from rekindle.experts import triton as kernels
+    from rekindle.kernels.moe.triton import moe_missing, takes_missing
+
+    stacks = ffn.gate, ffn.up, ffn.down
+    if any(stack.packed is None for stack in stacks):
+        return
+    experts, hidden = ffn.router.shape
+    device = ffn.router.device
+    residency = Residency([], ring, experts, device)
+    places = torch.zeros(experts, dtype=torch.int32, device=device)
+    parts, h = make_parts(stacks, stacks, device), torch.empty(1, hidden, dtype=dtype, device=device)
+    if parts is not None and takes_missing(h, *stacks, ffn.shared):
+        slots, sources, weights = kernels.route_row(h, ffn.router, ffn.used, residency, places, places)
+        moe_missing(h, slots, weights, *stacks, ffn.shared, Missing(sources, parts))
+    rows = 1
+    while rows * ffn.used <= ring:
+        ids = torch.zeros(rows, ffn.used, dtype=torch.int32, device=device)
+        kernels.admit(residency, ids, places, 0)
+        rows *= 2
+    pieces = make_pieces(stacks, stacks, 0, device)
+    kernels.fetch(pieces, residency.owner, places)
+    kernels.exchange(pieces, 0, 0)

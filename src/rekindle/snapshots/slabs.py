@@ -1,0 +1,229 @@
+"""Host memory for snapshots, in slabs that are used again.
+
+Fresh memory is dear: the system clears it when it is first touched, which takes longer than to read a file into it, and
+to pin it for a GPU takes longer still, with a lock that launches wait for. So a slab that nobody holds any more waits
+for the next one who asks, and beside a GPU a thread keeps some in stock. What lies idle is bounded: the stock, and what
+the RAM tier leaves of its budget.
+
+A slab is lent as a whole or cut; it comes back by itself when nothing of it is held. Whoever lets a device read or
+write it holds it until the device has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import numpy as np
+
+from rekindle.snapshots.files import Bytes
+
+SLAB = 16 << 20  # bytes
+EDGE = 256  # bytes on which everything begins that is cut from a slab
+LARGE_PAGE = 2 << 20  # bytes: on such an edge a mapping begins, so that the system can back all of it with large pages
+PAUSE = 1.0  # seconds before the stock asks again for memory that it was refused
+
+Pin = Callable[[int, int], Callable[[], object] | None]  # address, bytes -> what undoes it; None where it is refused
+
+log = logging.getLogger(__name__)
+
+
+class Slab:
+    """Memory of its own, given back to the system with this object. It is not there before it is made."""
+
+    def __init__(self, nbytes: int, pin: Pin | None) -> None:
+        self.nbytes = nbytes
+        self.pinned = False  # a GPU of this process can read it where it lies
+        self.made = pin is None  # the system makes what is not pinned as it is touched
+        self._pin = pin
+        self._making = threading.Lock()
+        # Private: shared memory gets no large pages. No child gets it, so that a fork makes none of its pages a copy.
+        self._mapping = mmap.mmap(-1, nbytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+            if hasattr(mmap, advice):
+                with contextlib.suppress(OSError):  # a system without large pages is slower, not wrong
+                    self._mapping.madvise(getattr(mmap, advice))
+        self._start = -np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data % LARGE_PAGE
+
+    def lend(self) -> Bytes:
+        """All of it, as an array that whatever is cut from it refers to."""
+        return np.frombuffer(self._mapping, dtype=np.uint8, count=self.nbytes, offset=self._start)
+
+    def make(self) -> None:
+        """Let the system back it with memory, and pin it if it may be: some milliseconds, on the caller's thread.
+
+        Touched first: the driver would do it under its lock.
+        """
+        if self.made:
+            return
+        with self._making:
+            if self.made or self._pin is None:
+                return
+            memory = self.lend()
+            memory[:: mmap.PAGESIZE] = 0
+            unpin = self._pin(memory.ctypes.data, self.nbytes)
+            if unpin is not None:
+                weakref.finalize(self, unpin).atexit = False
+            self.pinned = unpin is not None
+            self.made = True
+
+
+class Slabs:
+    """Lends slabs, and keeps what comes back."""
+
+    def __init__(self, stock: int = 0, size: int = SLAB, pin: Pin | None = None, pause: float = PAUSE) -> None:
+        """stock: slabs that are kept ready; pause: seconds before memory that was refused is asked for again."""
+        self.size = size
+        self.refused = 0  # times that the stock did not get memory, or got it unpinned
+        self.late = 0  # slabs that were asked for when none was ready
+        self.spare: Callable[[], int] = lambda: 0  # bytes that may lie idle beside the stock
+        self._stock = stock
+        self._pin = pin
+        self._pause = pause
+        self._idle: dict[int, SimpleQueue[Slab]] = {}  # by their size
+        self._news: SimpleQueue[bool] = SimpleQueue()  # whether the thread goes on; whatever changes is told here
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        if stock:
+            self._thread = threading.Thread(target=self._keep_stock, name="rekindle-slabs", daemon=True)
+            self._thread.start()
+            self.review()
+
+    @property
+    def idle_bytes(self) -> int:
+        return sum(nbytes * slabs.qsize() for nbytes, slabs in self._idle.copy().items())
+
+    def take(self, nbytes: int) -> Piece:
+        """A whole slab, or one of as many times its size as is needed. Never waits: it may still have to be made."""
+        whole = max(1, -(-nbytes // self.size)) * self.size
+        slab = self._find(whole) or self._new(whole)
+        memory = slab.lend()
+        weakref.finalize(memory, self._came_back, slab).atexit = False
+        self.review()
+        return Piece(memory, slab)
+
+    def _find(self, nbytes: int) -> Slab | None:
+        try:
+            return self._idle[nbytes].get_nowait()
+        except (KeyError, Empty):
+            return None
+
+    def _new(self, nbytes: int) -> Slab:
+        self.late += 1
+        return Slab(nbytes, self._pin)
+
+    def _came_back(self, slab: Slab) -> None:
+        """Called wherever the last one lets go, perhaps by the garbage collector amid anything: takes no lock."""
+        if self._stopped:
+            return
+        # One that was never made would be as dear as a new one.
+        if slab.made:
+            self._keep(slab)
+        self.review()
+
+    def _keep(self, slab: Slab) -> None:
+        self._idle.setdefault(slab.nbytes, SimpleQueue()).put(slab)
+
+    def review(self) -> None:
+        """Something has changed: give back what may not lie idle any more, and fill the stock."""
+        if self._thread is None:
+            self._trim()
+        else:
+            self._news.put(True)
+
+    def _trim(self) -> None:
+        """Odd sizes go first."""
+        for nbytes in sorted(self._idle.copy(), reverse=True):
+            while self.idle_bytes > self._stock * self.size + max(0, self.spare()):
+                if self._find(nbytes) is None:
+                    break
+
+    # The stock
+
+    def _keep_stock(self) -> None:
+        while self._news.get():
+            while not self._stopped and self._ready() < self._stock:
+                self._restock()
+            self._trim()
+
+    def _ready(self) -> int:
+        return self._idle[self.size].qsize() if self.size in self._idle else 0
+
+    def _restock(self) -> None:
+        try:
+            slab = Slab(self.size, self._pin)
+            slab.make()
+        except (OSError, MemoryError) as error:  # the system's answer may be another one soon
+            self._note_refusal(f"no memory for the stock, asking again every {self._pause:g} s: {error}")
+            with contextlib.suppress(Empty):
+                if not self._news.get(timeout=self._pause):
+                    self._news.put(False)  # for whoever called
+            return
+        if not slab.pinned and self._pin is not None:
+            self._note_refusal("the system pins no more memory: restores from RAM will be slower")
+        self._keep(slab)
+
+    def _note_refusal(self, words: str) -> None:
+        if not self.refused:
+            log.warning("%s", words)
+        self.refused += 1
+
+    def stop(self) -> None:
+        """End the thread and give back what is idle. What is lent stays good, and more can be had."""
+        self._stopped = True
+        if self._thread is not None:
+            self._news.put(False)
+            self._thread.join()
+            self._thread = None
+        for nbytes in self._idle.copy():
+            while self._find(nbytes) is not None:
+                pass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Memory, and the slab that it lies in."""
+
+    memory: Bytes
+    slab: Slab
+
+
+class Cuts:
+    """Memory cut from slabs, in order, for what lives about equally long. Holds none of it itself."""
+
+    def __init__(self, slabs: Slabs) -> None:
+        self._slabs = slabs
+        self._lock = threading.Lock()
+        self._current: tuple[weakref.ref[Bytes], weakref.ref[Slab]] | None = None  # a slab that others still hold
+        self._used = 0  # bytes of it
+
+    def cut(self, nbytes: int) -> Piece:
+        """So many bytes, on an EDGE. What is larger than a slab lies alone."""
+        with self._lock:
+            whole = self._rest()
+            if whole is None or self._used + nbytes > self._slabs.size:
+                whole = self._slabs.take(nbytes)
+                if nbytes > self._slabs.size:
+                    return Piece(whole.memory[:nbytes], whole.slab)
+                self._current, self._used = (weakref.ref(whole.memory), weakref.ref(whole.slab)), 0
+            start, self._used = self._used, self._used + -(-nbytes // EDGE) * EDGE
+            return Piece(whole.memory[start : start + nbytes], whole.slab)
+
+    def fitting(self, nbytes: int) -> int:
+        """How many of such size the next cut can hold: what is left of the slab in use, or a whole one."""
+        with self._lock:
+            left = 0 if self._rest() is None else (self._slabs.size - self._used) // nbytes
+            return left or max(1, self._slabs.size // nbytes)
+
+    def _rest(self) -> Piece | None:
+        """The slab in use; None if nobody holds anything of it any more."""
+        if self._current is None:
+            return None
+        memory, slab = self._current[0](), self._current[1]()
+        return None if memory is None or slab is None else Piece(memory, slab)

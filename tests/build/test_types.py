@@ -1,0 +1,88 @@
+"""In which types a model is computed, and what the plan counts for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rekindle.build import StageOrder, choose_types, open_model, plan_model
+from rekindle.build.engine import _sizes
+from rekindle.cli import app
+from rekindle.config import Config
+from rekindle.errors import BadConfig
+from rekindle.placement import Device, Machine
+from rekindle.weights import TensorInfo
+
+GPU, GIB = ["cuda:0"], 1 << 30
+
+
+@dataclass
+class PaperFile:
+    """Types and sizes of matrices, and a large vector."""
+
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, **rows: int) -> Any:
+        made = {type: TensorInfo(type, (count, 256), type, 0) for type, count in rows.items()}
+        return cls({"norm": TensorInfo("norm", (1 << 30,), "F32", 4 << 30), **made})
+
+
+@pytest.mark.parametrize(
+    ("file", "devices", "types"),
+    [
+        (PaperFile.of(Q4_K=9, F32=1), GPU, ("bfloat16", "bf16")),
+        (PaperFile.of(BF16=9, F32=1), GPU, ("bfloat16", "bf16")),
+        (PaperFile.of(Q8_0=6, F16=4), GPU, ("bfloat16", "bf16")),
+        (PaperFile.of(F16=9, F32=1), GPU, ("float32", "f16")),
+        (PaperFile.of(F32=1), GPU, ("float32", "f16")),
+        (PaperFile.of(F16=9), ["cuda:0@lab", "cpu"], ("float32", "f16")),
+        (PaperFile.of(F16=9), ["cpu", "cpu@lab"], ("float32", "f32")),
+        (PaperFile.of(Q4_K=9), ["cpu"], ("float32", "f32")),
+    ],
+)
+def test_a_gpu_computes_in_float32_where_most_weights_have_more_bits_than_bfloat16(
+    file: Any, devices: list[str], types: tuple[str, str]
+) -> None:
+    assert choose_types(file, devices) == types
+
+
+def test_what_the_user_says_stands() -> None:
+    file = PaperFile.of(F16=9)
+    assert choose_types(file, GPU, "bfloat16") == ("bfloat16", "bf16")
+    assert choose_types(file, GPU, None, "q8") == ("float32", "q8")
+    assert choose_types(file, ["cpu"], "bfloat16", "f16") == ("bfloat16", "f16")
+    with pytest.raises(BadConfig, match="--dtype is 'float16'; known are float32, bfloat16"):
+        choose_types(file, GPU, "float16")
+
+
+def test_a_shard_started_by_hand_chooses_as_its_head_does(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[StageOrder]()
+
+    def note(_model: Path, orders: Sequence[StageOrder], *_: object) -> None:
+        given.extend(orders)
+
+    monkeypatch.setattr("rekindle.cli.shard.host_shard", note)
+    stage = ["--listen", "ipc:///nowhere", "--span", "0:4", "--device", "cuda:0", "--pages", "8"]
+    for name in ("f16", "Q4_K_M"):
+        result = CliRunner().invoke(app, ["shard", str(golden / f"tiny-qwen35-{name}.gguf"), *stage])
+        assert result.exit_code == 0, result.output
+    assert [(order.dtype, order.kv_type) for order in given] == [("float32", "f16"), ("bfloat16", "bf16")]
+
+
+def test_the_plan_counts_float16_weights_as_a_gpu_keeps_them(golden: Path) -> None:
+    model = open_model(golden / "tiny-qwen35-f16.gguf")
+    matrices = [info for info in model.file.tensors.values() if info.type == "F16" and info.name.startswith("blk.0.")]
+    on_gpu = _sizes(model, torch.float32)
+    on_cpu = on_gpu.on(Device("cpu", "cpu", GIB, host=True))
+    assert on_cpu.layers[0].total - on_gpu.layers[0].total == sum(info.nbytes for info in matrices)
+    assert on_gpu.head == model.file.tensors["output.weight"].nbytes
+    plan = plan_model(Config(sequences=1, context=1024), model, Machine((Device("cuda:0", "cuda", 4 * GIB),), GIB))
+    assert (plan.wishes.kv_type, plan.wishes.compute_bytes) == ("f16", 4)
+    assert plan.stage(0).bytes_of("head") == on_gpu.head

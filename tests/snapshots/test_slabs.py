@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from rekindle.snapshots import slabs as slabs_module
+from rekindle.snapshots.slabs import EDGE, Cuts, Piece, Slab, Slabs
+
+SIZE = 16 * EDGE
+
+
+class Pins:
+    """A driver made of paper: what is pinned now, how often it was asked, and whether it refuses."""
+
+    def __init__(self, refuses: int = 0) -> None:
+        self.pinned: dict[int, int] = {}
+        self.asked = 0
+        self.refuses = refuses
+
+    def __call__(self, address: int, nbytes: int) -> Callable[[], object] | None:
+        self.asked += 1
+        if self.asked <= self.refuses:
+            return None
+        self.pinned[address] = nbytes
+        return lambda: self.pinned.pop(address)
+
+
+def lent(slabs: Slabs, count: int) -> list[Piece]:
+    pieces = [slabs.take(1) for _ in range(count)]
+    for piece in pieces:
+        piece.slab.make()
+    return pieces
+
+
+def wait_for_stock(slabs: Slabs, count: int) -> None:
+    """Until the thread has done what it was told."""
+    done = threading.Event()
+    for _ in range(30_000):
+        if slabs.idle_bytes >= count * slabs.size:
+            return
+        done.wait(0.001)
+    raise AssertionError(f"{slabs.idle_bytes} bytes in stock")
+
+
+# Memory that is used again
+
+
+def test_a_slab_comes_back_when_nothing_of_it_is_held() -> None:
+    slabs = Slabs(size=SIZE)
+    slabs.spare = lambda: SIZE
+    piece = slabs.take(SIZE)
+    slab = piece.slab
+    part = torch.from_numpy(piece.memory)[EDGE:].view(torch.int32)[3:]
+    del piece
+    gc.collect()
+    assert slabs.idle_bytes == 0, "a tensor still lies in it"
+    del part
+    assert slabs.idle_bytes == SIZE
+    assert slabs.take(1).slab is slab
+    assert slabs.late == 1
+
+
+def test_what_is_lent_twice_is_never_lent_at_once() -> None:
+    slabs = Slabs(size=SIZE)
+    slabs.spare = lambda: 1 << 30
+    draw, held = np.random.default_rng(0), dict[int, Piece]()
+    for number in range(300):
+        if held and draw.random() < 0.5:
+            del held[int(draw.choice(list(held)))]
+        held[number] = slabs.take(int(draw.integers(1, 3 * SIZE)))
+        held[number].memory.view(np.int64)[:] = number
+    assert all((piece.memory.view(np.int64) == number).all() for number, piece in held.items())
+    assert slabs.late < 300
+
+
+def test_what_lies_idle_is_bounded_by_what_the_ram_tier_leaves() -> None:
+    slabs = Slabs(size=SIZE)
+    left = 3 * SIZE
+    slabs.spare = lambda: left
+    pieces = [slabs.take(n * SIZE) for n in (1, 1, 2, 1, 1)]
+    del pieces
+    assert slabs.idle_bytes == 3 * SIZE
+    left = SIZE
+    slabs.review()
+    assert slabs.idle_bytes == SIZE
+    left = -5
+    slabs.review()
+    assert slabs.idle_bytes == 0
+
+
+def test_an_object_larger_than_a_slab_gets_memory_that_serves_the_next_like_it() -> None:
+    slabs = Slabs(size=SIZE)
+    slabs.spare = lambda: 4 * SIZE
+    piece = slabs.take(2 * SIZE + 1)
+    assert piece.memory.nbytes == 3 * SIZE
+    slab = piece.slab
+    del piece
+    assert slabs.take(3 * SIZE).slab is slab
+
+
+# Pinned memory
+
+
+def test_a_slab_is_pinned_while_it_lives_and_no_longer() -> None:
+    pins = Pins()
+    slabs = Slabs(size=SIZE, pin=pins)
+    slabs.spare = lambda: 2 * SIZE
+    pieces = lent(slabs, 3)
+    assert [piece.slab.pinned for piece in pieces] == [True] * 3
+    assert sorted(pins.pinned) == sorted(piece.memory.ctypes.data for piece in pieces)
+    del pieces
+    assert len(pins.pinned) == 2, "one more than may lie idle"
+    lent(slabs, 2)
+    assert pins.asked == 3, "what comes back is pinned still"
+    slabs.stop()
+    assert not pins.pinned
+
+
+def test_what_is_asked_for_is_had_without_a_wait_and_made_later_by_whoever_needs_it() -> None:
+    pins = Pins()
+    piece = Slabs(size=SIZE, pin=pins).take(1)
+    assert (piece.slab.made, pins.asked) == (False, 0)
+    threads = [threading.Thread(target=piece.slab.make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (piece.slab.made, pins.asked) == (True, 1)
+
+
+def test_what_was_never_made_does_not_count_as_ready() -> None:
+    slabs = Slabs(size=SIZE, pin=Pins())
+    slabs.spare = lambda: SIZE
+    slabs.take(1)
+    assert slabs.idle_bytes == 0
+
+
+def test_memory_that_the_system_does_not_pin_still_serves(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        slabs = Slabs(2, SIZE, Pins(refuses=10))
+        wait_for_stock(slabs, 2)
+        slabs.stop()
+    assert slabs.refused == 2
+    assert [record.message for record in caplog.records] == [
+        "the system pins no more memory: restores from RAM will be slower"
+    ]
+    piece = slabs.take(1)
+    piece.slab.make()
+    piece.memory[:] = 7
+    assert not piece.slab.pinned
+
+
+# The stock
+
+
+def test_the_stock_is_filled_ahead_of_need_and_again_after_it() -> None:
+    pins = Pins()
+    slabs = Slabs(3, SIZE, pins)
+    wait_for_stock(slabs, 3)
+    pieces = [slabs.take(1) for _ in range(3)]
+    assert all(piece.slab.pinned for piece in pieces)
+    assert slabs.late == 0
+    wait_for_stock(slabs, 3)
+    slabs.stop()
+    assert pins.asked == len(pins.pinned) + 3 == 6
+    del pieces
+
+
+def test_a_ram_tier_over_its_budget_does_not_take_the_stock() -> None:
+    pins = Pins()
+    slabs = Slabs(2, SIZE, pins)
+    slabs.spare = lambda: -5 * SIZE
+    wait_for_stock(slabs, 2)
+    for _ in range(5):
+        slabs.review()
+    slabs.stop()
+    assert pins.asked == 2
+
+
+class Short(Slab):
+    """Memory that is refused a few times."""
+
+    times = 0
+
+    def make(self) -> None:
+        if Short.times:
+            Short.times -= 1
+            raise OSError("no memory")
+        super().make()
+
+
+def test_the_stock_asks_again_for_memory_it_was_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slabs_module, "Slab", Short)
+    Short.times = 3
+    with caplog.at_level(logging.WARNING):
+        slabs = Slabs(1, SIZE, Pins(), pause=0.001)
+        wait_for_stock(slabs, 1)
+        slabs.stop()
+    assert slabs.refused == 3
+    assert [record.message for record in caplog.records] == [
+        "no memory for the stock, asking again every 0.001 s: no memory"
+    ]
+
+
+@pytest.mark.parametrize("refused", [0, 1_000_000], ids=["waits for news", "waits to ask again"])
+def test_a_stock_that_is_stopped_leaves_no_thread_and_no_memory(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
+    monkeypatch.setattr(slabs_module, "Slab", Short)
+    Short.times = refused
+    pins = Pins()
+    slabs = Slabs(2, SIZE, pins, pause=3600)
+    thread = slabs._thread
+    held = slabs.take(1)
+    slabs.stop()
+    assert thread is not None
+    assert not thread.is_alive()
+    del held
+    assert (slabs.idle_bytes, pins.pinned) == (0, {})
+
+
+# Cuts
+
+
+def test_what_is_cut_never_overlaps_begins_on_an_edge_and_shares_slabs() -> None:
+    cuts = Cuts(Slabs(size=8 * EDGE))
+    sizes = [5, 0, EDGE, 3 * EDGE + 1, 2 * EDGE, 20 * EDGE, 1]
+    pieces = [cuts.cut(size) for size in sizes]
+    for number, piece in enumerate(pieces):
+        piece.memory[:] = number
+    assert [piece.memory.nbytes for piece in pieces] == sizes
+    assert all((piece.memory == number).all() for number, piece in enumerate(pieces))
+    assert all(piece.memory.ctypes.data % EDGE == 0 for piece in pieces)
+    # The first five fill a slab to the last edge; what is larger than a slab lies alone.
+    assert [[a.slab is b.slab for a in pieces].index(True) for b in pieces] == [0, 0, 0, 0, 0, 5, 6]
+
+
+def test_cuts_hold_nothing_themselves() -> None:
+    pins = Pins()
+    slabs = Slabs(size=SIZE, pin=pins)
+    slabs.spare = lambda: SIZE
+    cuts = Cuts(slabs)
+    first, second = cuts.cut(10), cuts.cut(10)
+    first.slab.make()
+    assert first.slab is second.slab
+    del first, second
+    assert slabs.idle_bytes == SIZE
+    slabs.stop()
+    assert not pins.pinned
+    assert cuts.cut(10).memory.nbytes == 10
+
+
+@pytest.mark.parametrize("nbytes", [1, EDGE, 5 * EDGE, 40 * EDGE])
+def test_as_many_as_are_said_to_fit_do_fit(nbytes: int) -> None:
+    cuts = Cuts(Slabs(size=SIZE))
+    held = [cuts.cut(3 * EDGE)]
+    for _ in range(4):
+        held.append(cuts.cut(cuts.fitting(nbytes) * nbytes))
+    assert len({piece.slab for piece in held}) == (4 if nbytes <= 5 * EDGE else 5)

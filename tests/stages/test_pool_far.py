@@ -1,0 +1,125 @@
+"""A pool whose device reads host memory itself, as a GPU does: here a CPU that finds every page by its address."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rekindle.batch import Batch, Segment, Wanted
+from rekindle.pool.homes import Homes
+from rekindle.snapshots.types import Page
+from rekindle.spec import PAGE
+from rekindle.stages import LocalStage
+
+TOKENS = np.random.default_rng(7).integers(0, 320, 2048).tolist()
+
+
+class Reruns:
+    def __init__(self) -> None:
+        self.replayed = 0
+
+    def __call__(self, step: Any) -> Any:
+        step()
+
+        def replay() -> None:
+            self.replayed += 1
+            step()
+
+        return replay
+
+
+@pytest.fixture
+def far(make_tiny: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a stage that calls all host memory pinned and reads it by address, and what counts its recorded steps."""
+    monkeypatch.setattr(Page, "pinned", True)
+
+    def make(**options: Any) -> tuple[LocalStage, Reruns]:
+        record = Reruns()
+        stage: LocalStage = make_tiny("dense").stage(**{"slots": 2, "record": record, **options})
+        stage.pool.homes = Homes(stage.pool.kv, stage.pool.total)
+        return stage, record
+
+    return make
+
+
+def feed(stage: LocalStage, slot: int, start: int, stop: int, step: int) -> list[torch.Tensor]:
+    seen = []
+    for at in range(start, stop, step):
+        segment = Segment(slot, at, tuple(TOKENS[at : min(at + step, stop)]), Wanted.LAST)
+        logits = stage.forward(Batch((segment,)), None).logits
+        assert logits is not None
+        seen.append(logits[-1])
+    return seen
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "q8"])
+def test_exact_decode_over_pages_that_are_away_is_recorded_and_has_the_bits_of_full_kv(
+    far: Any, make_tiny: Any, kv_type: str
+) -> None:
+    stage, record = far(pages=7, host_pages=60, kv_type=kv_type)
+    full = make_tiny("dense").stage(slots=2, pages=64, kv_type=kv_type)
+    assert same(feed(stage, 1, 0, 1000, 200), feed(full, 1, 0, 1000, 200))
+    count = PAGE + 20  # over a page's edge: a page leaves, and the tables change under the recorded step
+    assert same(feed(stage, 1, 1000, 1000 + count, 1), feed(full, 1, 1000, 1000 + count, 1))
+    assert record.replayed == count
+    assert stage.paging().away_attended > 0
+    stage.close(1)
+    stage.check()
+
+
+def test_a_block_over_pages_that_are_away_is_recorded_and_gone_back_into(far: Any, make_tiny: Any) -> None:
+    stage, record = far(pages=7, host_pages=60)
+    full = make_tiny("dense").stage(slots=2, pages=64)
+    for s in (stage, full):
+        feed(s, 0, 0, 1000, 200)
+    block = Batch((Segment(0, 1000, tuple(TOKENS[1000:1016]), Wanted.ALL),), rewindable=True)
+    a, b = (s.forward(block, None).logits for s in (stage, full))
+    assert a is not None
+    assert b is not None
+    assert torch.equal(a, b)
+    for s in (stage, full):
+        s.rewind(0, 1005)
+    assert same(feed(stage, 0, 1005, 1030, 1), feed(full, 0, 1005, 1030, 1))
+    assert record.replayed >= 26
+    stage.close(0)
+    stage.check()
+
+
+def test_sparse_pages_go_and_come_back_by_address_and_a_hit_chooses_as_the_straight_run(far: Any) -> None:
+    options = {"pages": 8, "host_pages": 200, "kv_mode": "sparse"}
+    (straight, record), (other, _) = far(**options), far(**options)
+    feed(straight, 0, 0, 1300, 128)
+    before = straight.paging()
+    feed(straight, 0, 1300, 1330, 1)
+    other.restore(1, 1330, straight.capture(0))
+    assert same(feed(straight, 0, 1330, 1480, 1), feed(other, 1, 1330, 1480, 1))
+    assert straight._tables[0].chosen == other._tables[1].chosen
+    assert record.replayed == 180
+    assert straight.paging().page_ins > before.page_ins
+    assert straight.paging().away_attended == before.away_attended, "in decode all that is chosen fits"
+
+
+def test_two_that_choose_more_than_the_pool_holds_read_the_rest_where_it_lies(far: Any, make_tiny: Any) -> None:
+    stage, record = far(pages=8, host_pages=200, kv_mode="sparse")
+    alone = make_tiny("dense").stage(slots=2, pages=8, host_pages=200, kv_mode="sparse")
+    feed(stage, 1, 0, 900, 128)
+    assert same(feed(stage, 0, 0, 900, 128), feed(alone, 0, 0, 900, 128))
+    feed(stage, 1, 900, 910, 1)
+    before = record.replayed
+    assert same(feed(stage, 0, 900, 910, 1), feed(alone, 0, 900, 910, 1))
+    assert record.replayed == before + 10
+    feed(stage, 1, 910, 911, 1)
+    together = [Segment(slot, at, (TOKENS[at],), Wanted.LAST) for slot, at in ((0, 910), (1, 911))]
+    stage.forward(Batch(tuple(together)), None)
+    assert record.replayed == before + 12
+    assert stage.paging().away_attended > 0
+    for slot in (0, 1):
+        stage.close(slot)
+    stage.check()
