@@ -123,6 +123,7 @@ def measure_load(megabytes: int) -> dict[str, float]:
         "bytes": bytes_read,
         "plain_read_s": round(best["plain"], 4),
         "plain_read_again_s": round(best["again"], 4),
+        "plain_read_first_s": round(times["plain"][0], 4),
         "verified_load_first_s": round(times["load"][0], 4),
         "verified_load_s": round(best["load"], 4),
         "ratio": round(best["load"] / best["plain"], 3),

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -156,10 +157,10 @@ def run_stage(stage: LocalStage, length: int, decode: int) -> list[torch.Tensor]
     return outs
 
 
-def poison_and_pin(address: int, nbytes: int) -> Callable[[], object] | None:
+def poison_and_pin(device: torch.device, address: int, nbytes: int) -> Callable[[], object] | None:
     """Memory in which every bf16 is no number, so that whoever reads it too early is found out."""
     ctypes.memset(address, 255, nbytes)
-    return pin(address, nbytes)
+    return pin(device, address, nbytes)
 
 
 def check_stage(device: torch.device) -> bool:
@@ -173,7 +174,7 @@ def check_stage(device: torch.device) -> bool:
     pooled, full = LocalStage(model, 1, 2, kind, 40), LocalStage(model, 1, 40, kind)
     if device.type == "cuda":
         pooled.pool.copies.stop()  # it has made some slabs already
-        pooled.pool.copies._use(Slabs(pin=poison_and_pin))
+        pooled.pool.copies._use(Slabs(pin=partial(poison_and_pin, device)))
     got, truth = (torch.stack(run_stage(stage, length, decode)).float() for stage in (pooled, full))
     off = float((got - truth).abs().max() / truth.abs().max())
     good = off <= NEAR and pooled.paging().page_outs >= length // PAGE - 2

@@ -27,7 +27,7 @@ from rekindle.models.model import ModelSpan
 from rekindle.models.state import DeltaState
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.slabs import Slabs
-from rekindle.snapshots.types import Part, Snapshot, Stretch, are_complete, wait_for
+from rekindle.snapshots.types import Part, Snapshot, Stretch, are_settled, wait_for
 from rekindle.spec import PAGE, Span
 from rekindle.stages import LocalStage
 
@@ -132,7 +132,7 @@ def check(shape: str, device: torch.device) -> bool:
     first_truth = hand.state(0)
     hand.hold_copies()
     first = stage.capture(0)
-    late = not are_complete(first)
+    late = not are_settled(first)
     hand.run(0, position)
     truth = hand.state(0)
     hand.hold_copies()
@@ -202,7 +202,7 @@ class Longest:
         parts = capture()
         took, longest = time.perf_counter() - start, 0.0
         last = time.perf_counter()
-        while not are_complete(parts):
+        while not are_settled(parts):
             self._small.add_(1)
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()

@@ -10,6 +10,7 @@ RekindleError                  show its message to the user; the base of all
 ├── PoolFull                   no KV page is free; the engine lets the request wait, no client sees it
 ├── SnapshotMismatch           a snapshot and the stage that should take it disagree
 ├── BadSnapshotFile            a file of the disk tier is truncated, altered or foreign
+├── CopyFailed                 state that was captured did not reach host memory; it is not published
 ├── StageLost                  a shard died or missed its deadline                             → 503
 ├── CrewLost                   CPU threads for cold experts do not answer; needs a restart    → 503
 ├── LinkRefused                the two ends of a link do not agree, or a key is not allowed
@@ -61,6 +62,10 @@ class SnapshotMismatch(RekindleError):
 
 class BadSnapshotFile(RekindleError):
     """A file of the disk tier is truncated, altered, or from another model or version."""
+
+
+class CopyFailed(RekindleError):
+    """Copies of a state to host memory that never come. Whoever waited for them must not read them."""
 
 
 class StageLost(RekindleError):

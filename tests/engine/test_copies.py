@@ -15,10 +15,11 @@ from snapshot_lab import Answer, Lab, random_tokens, wait_until
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Token
+from rekindle.errors import CopyFailed
 from rekindle.prefix import PrefixCache
 from rekindle.prompt import Prompt
 from rekindle.shards.parts import export_parts
-from rekindle.snapshots.types import KvPart, Part, are_complete
+from rekindle.snapshots.types import KvPart, Part, are_settled
 from rekindle.stages import LocalStage, Pipeline
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ def engine_over(stage: Any, **settings: Any) -> Engine:
     return Engine(Pipeline([stage]), PrefixCache(1 << 28), EngineSettings(context=2048, grid=64, **settings)).start()
 
 
-def test_tokens_go_out_while_copies_are_late_and_nothing_is_published_before_they_are_complete(lab: Lab) -> None:
+def test_tokens_go_out_while_copies_are_late_and_nothing_is_published_before_they_are_settled(lab: Lab) -> None:
     stage = LateStage(lab.stage())
     engine = engine_over(stage)
     answer = Answer(engine, PROMPT, max_tokens=8)
@@ -107,7 +108,7 @@ def test_tokens_go_out_while_copies_are_late_and_nothing_is_published_before_the
     stage.open_gates()
     engine.stop()
     assert engine.prefixes.known_length(PROMPT.tokens) == 150
-    assert all(are_complete(entry.snapshot.parts) for entry in engine.prefixes.entries() if entry.snapshot)
+    assert all(are_settled(entry.snapshot.parts) for entry in engine.prefixes.entries() if entry.snapshot)
 
 
 def test_a_prompt_that_comes_while_copies_are_late_waits_for_them_and_computes_nothing_again(lab: Lab) -> None:
@@ -133,6 +134,44 @@ def test_a_prompt_waits_for_no_copies_of_unrelated_prompts(lab: Lab) -> None:
     engine.cancel(busy.id)
     assert busy.finished
     engine.stop()
+
+
+class Lost:
+    """Copies that never come, which is known at once or when somebody waits for them."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.done = at_once
+
+    def wait(self) -> None:
+        self.done = True
+        raise CopyFailed("out of memory")
+
+
+class LosingStage(LateStage):
+    """Loses the copies of its first capture."""
+
+    def __init__(self, stage: LocalStage, ready: Lost) -> None:
+        super().__init__(stage)
+        self._lost: Lost | None = ready
+
+    def capture(self, slot: int) -> list[Part]:
+        parts, lost, self._lost = self._stage.capture(slot), self._lost, None
+        return parts if lost is None else [replace(part, ready=lost) for part in parts]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_capture_whose_copies_never_come_is_not_published_and_holds_nobody_up(
+    lab: Lab, caplog: pytest.LogCaptureFixture, at_once: bool
+) -> None:
+    engine = engine_over(LosingStage(lab.stage(), Lost(at_once)))
+    assert Answer(engine, PROMPT).finished.completion_tokens == 4
+    assert Answer(engine, Prompt(random_tokens(100, 2))).finished.completion_tokens == 4
+    engine.stop()
+    lost = [record.message for record in caplog.records if "could not be captured" in record.message]
+    assert len(lost) == 1
+    assert "out of memory" in lost[0]
+    assert not any(record.exc_info for record in caplog.records), "the engine's step went on"
+    assert engine.prefixes.known_length(random_tokens(100, 2)) == 100
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def drawn(rows: int, seed: int) -> Tensor:
 
 
 def close(have: Tensor, want: Tensor) -> bool:
-    """The crew takes x and inner values in 16-bit numbers: off by a twentieth of what the device's bfloat16 is."""
+    """The crew takes x and inner values in 16-bit numbers: nearer than the device's bfloat16 gets."""
     return bool((have - want).norm() < 1e-3 * want.norm())
 
 

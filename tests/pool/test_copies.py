@@ -1,26 +1,30 @@
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
+from rekindle.errors import CopyFailed
 from rekindle.placement import reserve
-from rekindle.pool import copies as copying
 from rekindle.pool.copies import (
     AT_ONCE,
+    IN_FLIGHT,
     RING,
-    WAITING,
     HostCopies,
     Uploads,
     cut,
     in_groups,
     in_one_piece,
+    pin,
     size_of,
 )
 from rekindle.pool.homes import Homes
-from rekindle.pool.pages import PagePool
+from rekindle.pool.pages import PagePool, PageTable
 from rekindle.snapshots.slabs import EDGE, SLAB, Slab, Slabs
 from rekindle.snapshots.types import Page, Ready
 from rekindle.spec import PAGE
@@ -96,19 +100,21 @@ class PaperStream:
         return not self.asked
 
 
+SMALL = 4 * EDGE
+
+
 @pytest.fixture
-def small_slabs(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def small_slabs() -> list[torch.Tensor]:
     """Those that will have been made."""
-    monkeypatch.setattr(copying, "SLAB", 4 * EDGE)
     return []
 
 
 def uploads(stream: PaperStream, made: list[torch.Tensor]) -> Uploads:
     def slab() -> torch.Tensor:
-        made.append(torch.zeros(copying.SLAB, dtype=torch.uint8))
+        made.append(torch.zeros(SMALL, dtype=torch.uint8))
         return made[-1]
 
-    return Uploads(slab, lambda: stream)
+    return Uploads(slab, lambda: stream, SMALL)
 
 
 def test_a_slab_is_filled_again_only_after_its_copies_have_passed(small_slabs: list[torch.Tensor]) -> None:
@@ -153,20 +159,26 @@ class PaperDevice:
         return not self.work
 
 
+def pinned_on_paper(address: int, nbytes: int) -> Callable[[], object]:
+    return lambda: None
+
+
 class PaperGpu(HostCopies):
     """Says of a CPU that it is a GPU. Copies to the host begin late, as on a stream that has other work."""
 
     def __init__(self, made: list[torch.Tensor], slabs: Slabs | None = None) -> None:
         super().__init__(torch.device("cpu"), 0)
         self.device = PaperDevice()
-        self._use(slabs or Slabs(size=copying.SLAB, pin=lambda address, nbytes: lambda: None))
+        self._use(slabs or Slabs(size=SMALL, pin=pinned_on_paper))
         self._uploads = uploads(PaperStream(), made)
 
     def _after_current(self) -> Callable[[], object]:
         return lambda: None
 
-    def _on_stream(self, hand_over: Callable[[], None], begin: Callable[[], object]) -> Ready:
+    def _on_stream(self, hand_over: Callable[[], None], begin: Callable[[], object]) -> None:
         self.device.work.append(hand_over)
+
+    def _copied(self) -> Ready:
         return self.device
 
     def _follow_copies(self) -> None:
@@ -203,8 +215,53 @@ def test_states_that_are_not_pinned_come_up_bit_for_bit(small_slabs: list[torch.
 
 
 def test_what_the_plan_reserves_is_what_the_pool_takes() -> None:
-    assert (reserve.SLAB, reserve.CAPTURED_PAGES) == (SLAB, AT_ONCE)
+    assert (reserve.SLAB, reserve.CAPTURED_PAGES, reserve.IN_FLIGHT) == (SLAB, AT_ONCE, IN_FLIGHT)
     assert reserve.STAGING_SLABS == RING + 3  # the two that are cut, and the one that is made for the stock
+
+
+# Pinning
+
+
+class PaperDriver:
+    """Notes for which device and on whose thread it is called; refuses addresses below a hundred."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, int, str, bool]] = []
+        self._device = "none"
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "device", self._on)
+
+    @contextmanager
+    def _on(self, device: torch.device) -> Iterator[None]:
+        self._device = str(device)
+        yield
+        self._device = "none"
+
+    def _note(self, what: str, address: int) -> None:
+        here = threading.current_thread() is threading.main_thread()
+        self.calls.append((what, address, self._device, here))
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        self._note("pin", address)
+        return 2 if address < 100 else 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self._note("unpin", address)
+        return 0
+
+
+def test_a_refusal_to_pin_is_left_behind_on_no_thread_that_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = PaperDriver(monkeypatch)
+    assert pin(torch.device("cuda:1"), 64, 4096) is None
+    assert driver.calls == [("pin", 64, "cuda:1", False)]
+
+
+def test_memory_is_pinned_and_unpinned_on_the_device_that_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = PaperDriver(monkeypatch)
+    unpin = pin(torch.device("cuda:1"), 4096, 4096)
+    assert unpin is not None
+    unpin()
+    assert [call[:3] for call in driver.calls] == [("pin", 4096, "cuda:1"), ("unpin", 4096, "cuda:1")]
 
 
 # Captures
@@ -240,11 +297,11 @@ def all_equal(columns: Iterable[tuple[Page, ...]], data: torch.Tensor, places: I
 
 @pytest.mark.parametrize("pages", [1, 63, 64, 65, 200])
 def test_pages_arrive_bit_for_bit_with_their_layers_behind_each_other(
-    small_slabs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, pages: int
+    small_slabs: list[torch.Tensor], pages: int
 ) -> None:
-    monkeypatch.setattr(copying, "SLAB", 10 * 3 * 2 * PAGE * 4)  # ten pages of three layers
+    ten = Slabs(size=10 * 3 * 2 * PAGE * 4, pin=pinned_on_paper)  # each holds ten pages of three layers
     pool, data = filled_pool(pages)
-    copies = PaperGpu(small_slabs)
+    copies = PaperGpu(small_slabs, ten)
     places = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).tolist()
     columns = copies.take_pages(pool.kv, places)
     ready = copies.ready()
@@ -339,21 +396,33 @@ def test_a_capture_does_not_wait_for_memory(small_slabs: list[torch.Tensor], mon
     copies.stop()
 
 
-def test_captures_without_memory_wait_once_the_device_holds_enough_of_them(
+def test_the_device_sets_no_more_captures_apart_than_the_plan_counts(
     small_slabs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rekindle.snapshots.slabs.Slab", Slow)
     Slow.given.clear()
-    copies = PaperGpu(small_slabs)
-    taken = [copies.take_live([torch.full((200,), float(n))]) for n in range(WAITING)]
-    capture = threading.Thread(target=lambda: taken.append(copies.take_live([torch.full((200,), -1.0)])))
-    capture.start()
-    capture.join(0.05)
-    assert capture.is_alive()
-    Slow.given.set()
-    capture.join()
+    copies, stack = PaperGpu(small_slabs), torch.stack
+    bring_all, apart, most = copies._bring_all, 0, 0
+
+    def counted(tensors: list[torch.Tensor]) -> torch.Tensor:
+        nonlocal apart, most
+        apart += 1
+        most = max(most, apart)
+        if apart == IN_FLIGHT:
+            Slow.given.set()  # who asks for more waits until there is memory for these, and they are copied
+        return stack(tensors)
+
+    def copied(*parts: Any) -> None:
+        nonlocal apart
+        bring_all(*parts)
+        apart -= 1
+
+    monkeypatch.setattr(torch, "stack", counted)
+    monkeypatch.setattr(copies, "_bring_all", copied)
+    taken = [copies.take_live([torch.full((200,), float(n))]) for n in range(3 * IN_FLIGHT)]
     copies.join()
-    assert [int(own[0][0]) for own in taken] == [*range(WAITING), -1]
+    assert most == IN_FLIGHT
+    assert [int(own[0][0]) for own in taken] == [*range(3 * IN_FLIGHT)]
     copies.stop()
 
 
@@ -381,9 +450,9 @@ def test_copies_keep_their_order_though_the_first_wait_for_memory(
 class Busy(PaperGpu):
     """Knows of what it was told to copy no more than addresses."""
 
-    def _on_stream(self, hand_over: Callable[[], None], begin: Callable[[], object]) -> Ready:
+    def _on_stream(self, hand_over: Callable[[], None], begin: Callable[[], object]) -> None:
         hand_over()
-        return super()._on_stream(lambda: None, begin)
+        super()._on_stream(lambda: None, begin)
 
 
 def test_memory_is_not_used_again_while_the_device_may_read_or_write_it(small_slabs: list[torch.Tensor]) -> None:
@@ -431,7 +500,192 @@ def test_own_parts_give_their_slabs_back_while_the_pages_beside_them_live(small_
     assert copies.slabs.idle_bytes == 2 * 4 * EDGE  # of the two states, used again and again
 
 
+def test_what_waits_for_memory_when_the_copies_are_stopped_still_comes(
+    small_slabs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rekindle.snapshots.slabs.Slab", Slow)
+    Slow.given.clear()
+    copies = PaperGpu(small_slabs)
+    (one,), (two,) = (copies.take_live([torch.full((50,), value)]) for value in (7.0, 8.0))
+    ready = copies.ready()
+    stopping = threading.Thread(target=copies.stop)
+    stopping.start()
+    Slow.given.set()
+    stopping.join()
+    assert ready is not None
+    ready.wait()
+    assert torch.equal(one, torch.full((50,), 7.0))
+    assert torch.equal(two, torch.full((50,), 8.0))
+
+
+# Copies that fail
+
+
+class Failing(PaperGpu):
+    """The device refuses some work: behind the first copies of it, which are under way."""
+
+    refuses = 0
+
+    def _on_stream(self, hand_over: Callable[[], None], begin: Callable[[], object]) -> None:
+        if self.refuses:
+            self.refuses -= 1
+            self.device.work.append(lambda: None)
+            raise RuntimeError("no launch")
+        super()._on_stream(hand_over, begin)
+
+
+def failed_export(made: list[torch.Tensor], pages: int = 3) -> tuple[PagePool, PageTable, torch.Tensor, Failing]:
+    """A table whose pages were handed to the thread, which could not copy them."""
+    pool, data = filled_pool(pages)
+    pool.copies = copies = Failing(made)
+    table = pool.new_table()
+    pool.extend(table, pages * PAGE)
+    table.position = pages * PAGE
+    copies.refuses = 1
+    pool.export(table.pages)
+    copies._thread.submit(int).result()  # it has tried
+    return pool, table, data, copies
+
+
+def test_copies_that_failed_are_done_and_say_so_to_whoever_waits(small_slabs: list[torch.Tensor]) -> None:
+    pool, table, _, copies = failed_export(small_slabs)
+    ready = pool.ready(table.pages)
+    assert ready is not None
+    for _ in range(2):
+        assert ready.done
+        with pytest.raises(CopyFailed, match="no launch"):
+            ready.wait()
+        copies.let_go()
+        copies.join()
+    copies.device.wait()
+    copies.let_go()
+    assert not copies._held
+    copies.stop()
+
+
+def test_pages_whose_copies_failed_are_copied_again(small_slabs: list[torch.Tensor]) -> None:
+    pool, table, data, copies = failed_export(small_slabs)
+    places = [page.place for page in table.pages if page.place is not None]
+    columns = pool.export(table.pages)
+    ready = pool.ready(table.pages)
+    assert ready is not None
+    ready.wait()
+    assert all_equal(columns, data, places)
+    pool.check()
+    copies.stop()
+
+
+def test_a_capture_that_shares_pages_with_one_that_fails_later_fails_too(
+    small_slabs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rekindle.snapshots.slabs.Slab", Slow)
+    Slow.given.clear()
+    pool, _ = filled_pool(2)
+    pool.copies = copies = Failing(small_slabs)
+    table = pool.new_table()
+    pool.extend(table, 2 * PAGE)
+    table.position = 2 * PAGE
+    copies.refuses = 1
+    pool.export(table.pages)  # the first capture's, which wait for memory …
+    assert pool.export(table.pages) == [page.copies for page in table.pages]  # … and the second's
+    copies.take_live([torch.ones(5)])
+    ready = pool.ready(table.pages)
+    Slow.given.set()
+    assert ready is not None
+    with pytest.raises(CopyFailed, match="no launch"):
+        ready.wait()
+    copies.stop()
+
+
+def test_a_page_is_not_sent_away_without_copies(small_slabs: list[torch.Tensor]) -> None:
+    pool, data = filled_pool(2)
+    pool.copies = copies = Failing(small_slabs)
+    table = pool.new_table()
+    pool.extend(table, 2 * PAGE)
+    table.position = 2 * PAGE
+    copies.refuses = 1
+    with pytest.raises(CopyFailed, match="cannot leave the device"):
+        pool.extend(table, 3 * PAGE)
+    pool.check()
+    assert all(page.place is not None for page in table.pages)
+    pool.tick([table])
+    pool.extend(table, 3 * PAGE)
+    (away,) = (page for page in table.pages if page.place is None)
+    assert torch.equal(torch.stack(pool.all_data(away)), data[:, table.pages.index(away)])
+    copies.stop()
+
+
+def test_memory_is_held_though_the_copies_to_it_could_not_all_be_handed_over(small_slabs: list[torch.Tensor]) -> None:
+    copies = Failing(small_slabs)
+    assert copies.slabs is not None
+    copies.slabs.spare = lambda: 1 << 30
+    copies.take_live([torch.ones(30)])  # by the thread, which makes a slab
+    copies.join()
+    copies._thread.submit(int).result()
+    copies.let_go()
+    assert copies.slabs.idle_bytes == SMALL
+    copies.refuses = 1
+    with pytest.raises(RuntimeError, match="no launch"):
+        copies.take_live([torch.ones(30)])
+    copies.let_go()
+    assert copies.slabs.idle_bytes == 0, "the device may still write it"
+    copies.device.wait()
+    copies.let_go()
+    assert copies.slabs.idle_bytes == SMALL
+
+    held = copies.slabs.take(1)  # so that the next has to be made, by the thread
+    copies.refuses = 1
+    copies.take_live([torch.ones(30)])
+    copies._thread.submit(int).result()
+    copies.let_go()
+    copies._last = None  # it knows of the failure, and of what was to be copied
+    copies._set_apart.clear()
+    gc.collect()
+    assert copies.slabs.idle_bytes == 0, "the device may still write it"
+    copies.device.wait()
+    copies.let_go()
+    assert copies.slabs.idle_bytes == SMALL
+    del held
+    copies.stop()
+
+
+class Unwilling(torch.Tensor):
+    """Cannot be written."""
+
+    def copy_(self, *args: Any, **kwargs: Any) -> Unwilling:
+        raise RuntimeError("no launch")
+
+
+def test_what_goes_up_is_held_before_the_device_reads_it() -> None:
+    copies = PaperGpu([])
+    source = torch.empty(0)
+    with pytest.raises(RuntimeError, match="no launch"):
+        copies.send([(torch.empty(0).as_subclass(Unwilling), source)])
+    assert copies._in_use == [source]
+    copies.stop()
+
+
 # Uploads that fail
+
+
+def test_memory_that_was_refused_once_is_asked_for_again() -> None:
+    refusals = 1
+
+    def slab() -> torch.Tensor:
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            raise OSError("no memory")
+        return torch.zeros(SMALL, dtype=torch.uint8)
+
+    stream = PaperStream()
+    through = Uploads(slab, lambda: stream, SMALL)
+    tensors = [torch.full((200,), float(n)) for n in range(3 * RING)]
+    with pytest.raises(OSError, match="no memory"):
+        list(through.through(tensors))
+    moved = [tensor.clone() for group in through.through(tensors) for tensor in group]
+    assert all(torch.equal(a, b) for a, b in zip(moved, tensors, strict=True))
+    through.stop()
 
 
 class Broken(PaperGpu):

@@ -21,8 +21,9 @@ from paper_snapshots import FINGERPRINT, PaperModel, same
 
 from rekindle.errors import BadSnapshotFile, DoesNotFit
 from rekindle.prompt import BoundaryKind
-from rekindle.snapshots import files
+from rekindle.snapshots import disk, files
 from rekindle.snapshots.disk import KEPT_ASIDE, DiskStore
+from rekindle.snapshots.slabs import EDGE, Slabs
 from rekindle.snapshots.types import DeltaPart, KvPart
 from rekindle.spec import PAGE
 
@@ -44,6 +45,36 @@ def reopen(store: DiskStore) -> DiskStore:
 
 def counting(n: int, start: int = 0) -> list[int]:
     return list(range(start, start + n))
+
+
+# Memory
+
+
+def test_pages_that_fill_a_slab_fill_it_when_they_are_loaded_too(store: DiskStore) -> None:
+    model = PaperModel()
+    saved = store.save(model.snapshot(counting(12 * PAGE)))
+    body = saved.page_bytes - PAGE * 4
+    store.close()
+    again = DiskStore(store.folder.parent, FINGERPRINT, BUDGET, slabs=Slabs(size=4 * body))
+    loaded = again.load(saved.id)
+    assert same(loaded, model.snapshot(counting(12 * PAGE)))
+    pages = [page for part in loaded.parts if isinstance(part, KvPart) for page in part.pages]
+    assert len({page.slab for page in pages}) == 3
+    assert all(page.address % EDGE == 0 for page in pages)
+    again.close()
+
+
+def test_an_error_while_an_object_is_read_is_never_taken_for_the_end(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = store.save(PaperModel(share=False).snapshot(counting(70)))
+
+    def fails(*anything: object) -> str:
+        raise IndexError("somewhere below")
+
+    monkeypatch.setattr(disk, "read_into", fails)
+    with pytest.raises(IndexError, match="somewhere below"):
+        reopen(store).load(saved.id)
 
 
 # Exactness

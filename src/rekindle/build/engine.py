@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,7 @@ from rekindle.placement import Machine, Plan, Sizes, Wishes, make_plan, parse_sp
 from rekindle.pool.choice import LEAD
 from rekindle.prefix import PrefixCache, check_budget
 from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.files import make_folder
 from rekindle.snapshots.slabs import Slabs
 from rekindle.stages import LocalStage, Pipeline, Stage
 from rekindle.weights import TensorInfo
@@ -41,8 +43,8 @@ log = logging.getLogger("rekindle.build")
 class SharedPrefixes(PrefixCache):
     """One for all replicas, so that each restores what another has computed. It closes with the last of them."""
 
-    def __init__(self, ram_budget: int, disk: DiskStore | None, sharers: int) -> None:
-        super().__init__(ram_budget, disk)
+    def __init__(self, ram_budget: int, disk: DiskStore | None, slabs: list[Slabs], sharers: int) -> None:
+        super().__init__(ram_budget, disk, slabs=slabs)
         self._sharers = sharers
 
     def close(self) -> None:
@@ -82,6 +84,8 @@ def build_engine(config: Config, on_progress: Progress | None = None, on_kernels
     """on_progress hears of bytes loaded, on_kernels of kernels compiled, once per GPU and model: done, in all."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if config.cache_dir is not None:
+        _make_cache_folder(config.cache_dir)
     model = open_model(config.model)
     hosts = _hosts(config)
     try:
@@ -90,6 +94,14 @@ def build_engine(config: Config, on_progress: Progress | None = None, on_kernels
         if hosts is not None:
             hosts.stop()
         raise
+
+
+def _make_cache_folder(folder: Path) -> None:
+    """One that is there but cannot be written is still good for hits."""
+    try:
+        make_folder(folder)
+    except OSError as error:
+        raise BadConfig(f"--cache-dir {folder} is no folder and cannot be made: {error.strerror}") from error
 
 
 def _hosts(config: Config) -> Shards | RayHosts | None:
@@ -126,12 +138,12 @@ def _build(
     if counts_file is not None:
         counts[0] = counts_file.counts  # kept for the next start; the other replicas route alike
     sizes, room = _sizes(model, dtype), Room(plans)
-    pipelines, slabs = list[Pipeline](), None
+    pipelines, slabs = list[Pipeline](), list[Slabs]()
     for plan, its_orders, its_counts in zip(plans, orders, counts, strict=True):
         stages = _load_stages(model, plan, its_orders, hosts, its_counts, on_progress, on_kernels)
         refuge = Refuge(room, model.file, plan, its_orders, sizes, its_counts)
         pipelines.append(Pipeline(stages, refuge.take_in))
-        slabs = slabs or _slabs(stages)
+        slabs += [stage.slabs for stage in stages if isinstance(stage, LocalStage) and stage.slabs is not None]
     plan = plans[0]
     prefixes = _prefix_cache(config, model, plan, sum(plan.snapshot_ram for plan in plans), slabs)
     settings = EngineSettings(
@@ -259,23 +271,21 @@ def _grid(config: Config, names: list[str]) -> int:
     return config.grid or (512 if all(device_of(name) == "cpu" for name in names) else 2048)
 
 
-def _slabs(stages: list[Stage]) -> Slabs | None:
-    """Those of the first GPU; every other of this process reads them too."""
-    return next((stage.slabs for stage in stages if isinstance(stage, LocalStage) and stage.slabs is not None), None)
-
-
-def _prefix_cache(config: Config, model: Model, plan: Plan, ram: int, slabs: Slabs | None) -> PrefixCache:
-    """`ram` is what the plans of all replicas leave for snapshots; what is loaded lies in `slabs`, if there are any."""
+def _prefix_cache(config: Config, model: Model, plan: Plan, ram: int, slabs: list[Slabs]) -> PrefixCache:
+    """`ram` is what the plans of all replicas leave for snapshots; what is loaded lies in the slabs of the first GPU,
+    if there is one: every other of this process reads them too."""
     disk = None
     if config.cache_dir is not None and config.cache_disk > 0:
-        disk = DiskStore(config.cache_dir, _state_identity(model, plan), config.cache_disk, slabs=slabs)
+        disk = DiskStore(
+            config.cache_dir, _state_identity(model, plan), config.cache_disk, slabs=slabs[0] if slabs else None
+        )
     fixed = _fixed_snapshot_bytes(plan)
     if ram < config.cache_ram // config.replicas * config.replicas:
         log.warning("snapshots get %s of RAM, --cache-ram is %s", show_bytes(ram), show_bytes(config.cache_ram))
     for warning in check_budget(fixed, ram, config.cache_disk if disk else None):
         log.warning("%s", warning)
     log.info("one snapshot takes %s beside its pages", show_bytes(fixed))
-    return SharedPrefixes(ram, disk, config.replicas)
+    return SharedPrefixes(ram, disk, slabs, config.replicas)
 
 
 def _state_identity(model: Model, plan: Plan) -> str:

@@ -67,7 +67,7 @@ def choose_types(
 
 
 def _has_wide_weights(file: WeightFile) -> bool:
-    """Most of them are float16 or float32."""
+    """Most values of its matrices are float16 or float32, which bfloat16 would cut short."""
     matrices = [info for info in file.tensors.values() if len(info.shape) > 1]
     wide = sum(prod(info.shape) for info in matrices if info.type in ("F16", "F32"))
     return 2 * wide > sum(prod(info.shape) for info in matrices)

@@ -116,7 +116,7 @@ def serve(
         gc.freeze()
         address, port = listener.getsockname()[:2]
         listener.listen()  # from the greeting on, nobody is refused
-        _greet(built, address, port, name or built.model.name)
+        _greet(built, address, port, name or built.model.name, api_key is not None)
         uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)).run(sockets=[listener])
     finally:
         built.stop()
@@ -124,24 +124,30 @@ def serve(
 
 def _listen(host: str, port: int) -> socket.socket:
     """Take the port before minutes of loading, so that a taken one is said at once."""
+    if not 0 <= port <= 65535:
+        raise BadConfig(f"--port {port}: a port is a number up to 65535, or 0 for any that is free")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
-        raise BadConfig(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from error
+        raise BadConfig(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another with --host or --port"
+        ) from error
     return listener
 
 
-def _greet(built: Built, host: str, port: int, name: str) -> None:
-    shown = f"[{host}]" if ":" in host else host
+def _greet(built: Built, host: str, port: int, name: str, locked: bool) -> None:
+    key, header = ("THE_KEY", " -H 'authorization: Bearer THE_KEY'") if locked else ("any", "")
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    headers = f"-H 'content-type: application/json'{header}"
     out = Console(soft_wrap=True)
     out.print(f"\n[bold]Rekindle[/bold] serves [bold]{name}[/bold], context {built.context:,} tokens", highlight=False)
-    out.print(f"  chat in a browser      http://{shown}:{port}/", highlight=False)
-    out.print(f"  OpenAI-style clients   OPENAI_BASE_URL=http://{shown}:{port}/v1 OPENAI_API_KEY=any", highlight=False)
+    out.print(f"  chat in a browser      {url}/", highlight=False)
+    out.print(f"  OpenAI-style clients   OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}", highlight=False)
     out.print(
-        f"  or just                curl http://{shown}:{port}/v1/chat/completions -H 'content-type: application/json' "
+        f"  or just                curl {url}/v1/chat/completions {headers} "
         """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'\n""",
         highlight=False,
     )

@@ -21,7 +21,7 @@ from rekindle.engine.sequence import Phase, Sequence
 from rekindle.errors import SnapshotMismatch
 from rekindle.prefix import PrefixCache
 from rekindle.prompt import BoundaryKind
-from rekindle.snapshots.types import Part, Snapshot, Stretch, are_complete, wait_for
+from rekindle.snapshots.types import Part, Snapshot, Stretch, are_settled, wait_for
 from rekindle.stages import Pipeline
 
 log = logging.getLogger("rekindle.engine")
@@ -36,6 +36,7 @@ class _Pending:
     stretches: tuple[Stretch, ...]
     parts: Future[tuple[Part, ...]]
     logits: OnHost | None = None
+    failure: Exception | None = None  # why it never comes
 
     def serves(self, prompt: np.ndarray) -> bool:
         """Whether only its copies are missing, and the prompt could go on from it."""
@@ -43,11 +44,26 @@ class _Pending:
         return whole and np.array_equal(self.tokens, prompt[: self.position])
 
     def wait(self) -> None:
-        """For the parts, if they come, and for their copies."""
-        if self.parts.exception() is None:
+        """For the parts and for their copies, if they come."""
+        try:
             wait_for(self.parts.result())
-        if self.logits is not None:
-            self.logits.get()
+            if self.logits is not None:
+                self.logits.get()
+        except Exception as error:  # of a device or a link; the capture is lost, the engine goes on
+            self.failure = error
+
+    def is_here(self) -> bool:
+        """Whether there is nothing to wait for any more: all has come, or `failure` says why not."""
+        if self.failure is not None or not self.parts.done():
+            return self.failure is not None
+        try:
+            parts = self.parts.result()
+            if self.logits is None or not self.logits.done or not are_settled(parts):
+                return False
+            wait_for(parts)
+        except Exception as error:
+            self.failure = error
+        return True
 
 
 class Publisher:
@@ -100,24 +116,20 @@ class Publisher:
 
     def _publish(self, pending: _Pending) -> bool:
         """True when the pending capture is settled, one way or the other."""
-        if not pending.parts.done():
-            return False
-        if (error := pending.parts.exception()) is not None:
-            log.warning("the state at %d tokens could not be captured: %s", pending.position, error)
+        if not pending.is_here():
+            # Without logits the forward that reaches the boundary is not back yet; or it failed, and the state is not
+            # to be trusted.
+            return pending.parts.done() and pending.logits is None and pending.sequence.phase is Phase.ENDED
+        if pending.failure is not None or pending.logits is None:
+            log.warning("the state at %d tokens could not be captured: %s", pending.position, pending.failure)
             return True
-        if pending.logits is None:
-            # The forward that reaches the boundary is not back yet; or it failed, and the state is not to be trusted.
-            return pending.sequence.phase is Phase.ENDED
-        parts = pending.parts.result()
-        if not pending.logits.done or not are_complete(parts):
-            return False  # the copies are under way
         # A row of its own in ordinary memory: the one it came in serves the next.
         logits = pending.logits.get().clone()
         if not logits.isfinite().all():
             log.error("the state at %d tokens is not published: its logits are not finite", pending.position)
             return True
         try:
-            snapshot = Snapshot(pending.tokens, parts, logits, self._grid, pending.stretches)
+            snapshot = Snapshot(pending.tokens, pending.parts.result(), logits, self._grid, pending.stretches)
         except SnapshotMismatch as error:
             log.error("the state at %d tokens is not published: %s", pending.position, error)
             return True

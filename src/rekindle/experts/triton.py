@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from rekindle.kernels.device import starting_early
-from rekindle.kernels.matmul.triton import all_arrived, counters
+from rekindle.kernels.matmul.arrivals import all_arrived, counters
 from rekindle.kernels.moe.naive import LEAST_SUM
 from rekindle.kernels.moe.triton import chosen, route_config, store_logits
 

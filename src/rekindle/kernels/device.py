@@ -28,6 +28,11 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+def stream_of(device: torch.device) -> int:
+    """Which of the device's streams this thread hands its launches to; a CPU has but one."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 def starting_early(device: torch.device) -> dict[str, bool]:
     """Launch arguments of a kernel of the decode step: from Hopper on its programs take their places while the launch
     before still runs. A kernel that takes EARLY lets the launch behind it do the same, and waits (gdc_wait) before it

@@ -45,9 +45,10 @@ def _pool_reason(placer: Placer, draft: Draft, stage: StagePlan) -> str:
     if not stage.page_bytes:
         return f"{name}: no attention layer, so no KV"
     if not stage.pool_is_on:
-        return (
-            f"{name}: everything fits with full KV ({tokens} tokens, all sequences together), so nothing is paged out"
-        )
+        asked = placer.wishes.pool
+        needless = f"; --pool {asked:,} is not needed" if asked is not None and asked < stage.pool_tokens else ""
+        full = f"full KV ({tokens} tokens, all sequences together)"
+        return f"{name}: everything fits with {full}, so nothing is paged out{needless}"
     more = gib((stage.full_pages - stage.pool_pages) * stage.page_bytes)
     hot = hot_with_full_kv(placer, draft)
     if hot is None:

@@ -10,6 +10,7 @@ Memory that a GPU may read or write is held here until it has, since a slab that
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,10 +21,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from rekindle.errors import CopyFailed
 from rekindle.kernels.paging import fetch_pages
 from rekindle.pool.homes import sent
 from rekindle.snapshots.files import raw
-from rekindle.snapshots.slabs import EDGE, SLAB, Cuts, Piece, Slabs
+from rekindle.snapshots.slabs import EDGE, Cuts, Piece, Slabs
 from rekindle.snapshots.types import Page, Ready
 
 AT_ONCE = 64  # pages that are gathered on the device at a time, on their way to the host
@@ -31,7 +33,7 @@ RING = 4  # slabs through which memory that is not pinned goes up
 FILLERS = max(1, min((os.cpu_count() or 1) // 2, 8))  # threads that fill them
 STOCK = 8  # slabs that wait to be used, where the plan does not say
 
-WAITING = 4  # takings that wait for memory: pages and own parts of two captures, whose buffers the plan counts
+IN_FLIGHT = 2  # captures that lie apart on the device until they are copied, as the plan counts
 
 PORTABLE = 1  # cudaHostRegister: for every GPU of this process
 
@@ -44,9 +46,10 @@ class Passed:
 
     @property
     def done(self) -> bool:
-        if self._event is not None and self._event.query():
-            self._event = None
-        return self._event is None
+        event = self._event  # another thread may ask as well
+        if event is not None and event.query():
+            self._event = event = None
+        return event is None
 
     def wait(self) -> None:
         if (event := self._event) is not None:
@@ -61,11 +64,37 @@ class Later:
         self.handed_over = handed_over
 
     @property
+    def failed(self) -> bool:
+        """Some of them never come; others may be under way all the same."""
+        return self.handed_over.done() and self.handed_over.exception() is not None
+
+    @property
     def done(self) -> bool:
-        return self.handed_over.done() and self.handed_over.result().done
+        return self.failed or (self.handed_over.done() and self.handed_over.result().done)
 
     def wait(self) -> None:
+        if (error := self.handed_over.exception()) is not None:
+            raise CopyFailed(f"copies to host memory could not be handed to the device: {error}") from error
         self.handed_over.result().wait()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Together:
+    """Copies that were taken at several times."""
+
+    takings: tuple[Ready, ...]
+
+    @property
+    def done(self) -> bool:
+        return all(taking.done for taking in self.takings)
+
+    def wait(self) -> None:
+        for taking in self.takings:
+            taking.wait()
+
+
+def has_failed(taking: Ready | None) -> bool:
+    return isinstance(taking, Later) and taking.failed
 
 
 class HostCopies:
@@ -81,9 +110,10 @@ class HostCopies:
         self._joined: Ready | None = None  # those that the current stream waits for already
         self._in_use: list[object] = []  # what the current stream may have been told to read …
         self._held: deque[tuple[Ready, object]] = deque()  # … and what a GPU reads or writes, and until when
+        self._set_apart: deque[Ready] = deque()  # captures whose own parts lie apart on the device
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            self._use(Slabs(stock, pin=pin))
+            self._use(Slabs(stock, pin=partial(pin, device)))
             none = torch.empty(1, 0, dtype=torch.int64, device=device)
             fetch_pages(none, none, 16 * EDGE)  # compiled now, not by the first capture
 
@@ -91,7 +121,7 @@ class HostCopies:
         self.slabs = slabs
         # Pages outlive the own parts of the snapshots beside them: in one slab they would keep each other's memory.
         self._own, self._pages = Cuts(slabs), Cuts(slabs)
-        self._uploads = Uploads(partial(_whole, slabs), self._passed)
+        self._uploads = Uploads(partial(_whole, slabs), self._passed, slabs.size)
         self._thread = ThreadPoolExecutor(1, "rekindle-copies")
 
     @property
@@ -111,25 +141,32 @@ class HostCopies:
         if self._apart is None:
             size = AT_ONCE * len(layers) * nbytes
             self._apart = torch.empty(size, dtype=torch.uint8, device=layers[0].device)
+        addresses = self._addresses(layers, groups)
         pieces = [_cut_rows(self._pages, len(group), len(layers) * nbytes) for group in groups]
-        self._copy([piece for its in pieces for piece in its], lambda: self._gather(layers, groups, pieces))
+        self._copy([piece for its in pieces for piece in its], lambda: self._gather(addresses, nbytes, pieces))
         copies = list[Page]()
         for piece in (piece for its_pieces in pieces for piece in its_pieces):
             copies += Page.all_of(_rows_of(piece, layers[0].dtype, shape), piece.slab)
         return [tuple(copies[i : i + len(layers)]) for i in range(0, len(copies), len(layers))]
 
-    def _gather(
-        self, layers: Sequence[torch.Tensor], groups: Sequence[Sequence[int]], pieces: Sequence[Sequence[Piece]]
-    ) -> None:
-        """Pages by place to pieces of host memory, through one buffer on the device: its stream keeps the order."""
+    def _addresses(self, layers: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Where the pages of each group lie and where they are gathered, int64 [2, layers, pages] on the device. Sent
+        by the caller, though on the stream of the copies, so that their thread asks the device for no memory."""
         assert self._apart is not None, "whoever asks for pages makes it"
-        nbytes = layers[0][0].nbytes
+        nbytes, sent_groups = layers[0][0].nbytes, list[torch.Tensor]()
         bases = torch.tensor([layer.data_ptr() for layer in layers])
-        for places, its_pieces in zip(groups, pieces, strict=True):
-            sources = bases[:, None] + torch.tensor(places) * nbytes  # [layers, pages]
-            targets = torch.arange(sources.numel()).view(len(places), -1).T * nbytes + self._apart.data_ptr()
-            addresses = sent(torch.stack((sources, targets)), self._apart.device)
-            fetch_pages(addresses[1], addresses[0], nbytes)
+        with torch.cuda.stream(self._stream):
+            for places in groups:
+                sources = bases[:, None] + torch.tensor(places) * nbytes  # [layers, pages]
+                targets = torch.arange(sources.numel()).view(len(places), -1).T * nbytes + self._apart.data_ptr()
+                sent_groups.append(sent(torch.stack((sources, targets)), self._apart.device))
+        return sent_groups
+
+    def _gather(self, addresses: Sequence[torch.Tensor], nbytes: int, pieces: Sequence[Sequence[Piece]]) -> None:
+        """Pages by address to pieces of host memory, through one buffer on the device: its stream keeps the order."""
+        assert self._apart is not None, "whoever asks for pages makes it"
+        for (sources, targets), its_pieces in zip(addresses, pieces, strict=True):
+            fetch_pages(targets, sources, nbytes)
             _bring(its_pieces, self._apart)
 
     def take_live(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -140,6 +177,7 @@ class HostCopies:
         alike: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
         for number, tensor in enumerate(tensors):
             alike.setdefault((tensor.dtype, tensor.shape), []).append(number)
+        self._await_room_apart()
         taken: dict[int, torch.Tensor] = {}
         apart, pieces = list[torch.Tensor](), list[list[Piece]]()
         for (dtype, shape), numbers in alike.items():
@@ -151,56 +189,73 @@ class HostCopies:
             pieces.append(_cut_rows(self._own, len(numbers), rows[0].nbytes))
             copies = (copy for piece in pieces[-1] for copy in _rows_of(piece, dtype, shape).unbind())
             taken |= zip(numbers, copies, strict=True)
-        self._copy([piece for its in pieces for piece in its], lambda: self._bring_all(pieces, apart))
+        taking = self._copy([piece for its in pieces for piece in its], lambda: self._bring_all(pieces, apart))
+        self._set_apart.append(taking)
         return [taken[number] for number in range(len(tensors))]
+
+    def _await_room_apart(self) -> None:
+        """Until the device has room to set one more capture apart: only so many are counted in the plan."""
+        while self._set_apart and self._set_apart[0].done:
+            self._set_apart.popleft()
+        if len(self._set_apart) == IN_FLIGHT:
+            with contextlib.suppress(CopyFailed):  # said where that capture would be published
+                self._set_apart.popleft().wait()
 
     def _bring_all(self, pieces: Sequence[Sequence[Piece]], apart: Sequence[torch.Tensor]) -> None:
         for its_pieces, rows in zip(pieces, apart, strict=True):
-            _bring(its_pieces, rows.flatten().view(torch.uint8))
             if self._stream is not None:
                 rows.record_stream(self._stream)  # its memory is not given to others before it has been read
+            _bring(its_pieces, rows.flatten().view(torch.uint8))
 
-    def _copy(self, pieces: Sequence[Piece], hand_over: Callable[[], None]) -> None:
+    def _copy(self, pieces: Sequence[Piece], hand_over: Callable[[], None]) -> Ready:
         """Copies to the pieces, on the stream for it: now, or by the thread if some have yet to be made, or if it has
         earlier ones to hand over."""
         self.let_go()
         begin = self._after_current()
-        waiting = [ready for ready, _ in self._held if isinstance(ready, Later) and not ready.handed_over.done()]
-        if len(waiting) >= WAITING:
-            waiting[0].handed_over.result()
+        waiting = any(isinstance(ready, Later) and not ready.handed_over.done() for ready, _ in self._held)
         if waiting or not all(piece.slab.pinned for piece in pieces):
             self._last = Later(self._thread.submit(self._make_and_copy, pieces, hand_over, begin))
-        else:
-            self._last = self._on_stream(hand_over, begin)
-        self._held.append((self._last, pieces))
+            self._held.append((self._last, pieces))
+            return self._last
+        try:
+            self._on_stream(hand_over, begin)
+        finally:  # what was handed over before an error is under way all the same
+            self._last = self._copied()
+            self._held.append((self._last, pieces))
+        return self._last
 
     def _make_and_copy(self, pieces: Sequence[Piece], hand_over: Callable[[], None], begin: Begin) -> Ready:
         for piece in pieces:
             piece.slab.make()
-        return self._on_stream(hand_over, begin)
+        self._on_stream(hand_over, begin)
+        return self._copied()
 
     def _after_current(self) -> Begin:
         """Makes the copies' stream wait for all that was handed to the current one until now."""
         assert self._stream is not None, "beside a CPU nothing is copied"
         return partial(self._stream.wait_event, torch.cuda.current_stream(self._device).record_event())
 
-    def _on_stream(self, hand_over: Callable[[], None], begin: Begin) -> Ready:
-        assert self._stream is not None, "beside a CPU nothing is copied"
+    def _on_stream(self, hand_over: Callable[[], None], begin: Begin) -> None:
         with torch.cuda.stream(self._stream):
             begin()
             hand_over()
+
+    def _copied(self) -> Ready:
+        """Of all that was handed to the copies' stream so far."""
+        assert self._stream is not None, "beside a CPU nothing is copied"
         return Passed(self._stream)
 
     def ready(self) -> Ready | None:
-        """Of all that was taken so far; None where nothing is waited for."""
+        """Of what was taken last; None where nothing is waited for."""
         return self._last
 
     def join(self) -> None:
-        """What the device runs from now on finds every copy complete, and may write what was copied."""
+        """What the device runs from now on finds every copy complete, if it comes at all, and may write what was
+        copied."""
         if self._last is self._joined or self._last is None:
             return
         if isinstance(self._last, Later):
-            self._last.handed_over.result()
+            wait([self._last.handed_over])
         self._follow_copies()
         self._joined = self._last
 
@@ -217,8 +272,8 @@ class HostCopies:
             if self.pinned and tensor.nbytes and not tensor.is_pinned():
                 ordinary.append((to, tensor))
             else:
-                to.copy_(tensor, non_blocking=True)
                 self.hold(tensor)
+                to.copy_(tensor, non_blocking=True)
         targets = iter([to for to, _ in ordinary])
         for group in self.through([tensor for _, tensor in ordinary]) if ordinary else ():
             for tensor in group:
@@ -242,7 +297,9 @@ class HostCopies:
             self._held.append((self._passed(), self._in_use))
             self._in_use = []
         while self._held and self._held[0][0].done:
-            self._held.popleft()
+            ready, memory = self._held.popleft()
+            if has_failed(ready):  # what it handed over before may be under way
+                self._held.append((self._copied(), memory))
 
     def _passed(self) -> Ready:
         return Passed(torch.cuda.current_stream(self._device))
@@ -258,12 +315,25 @@ class HostCopies:
 Begin = Callable[[], object]
 
 
-def pin(address: int, nbytes: int) -> Callable[[], object] | None:
-    """For every GPU of this process, at the same address."""
-    driver = torch.cuda.cudart()
-    if int(driver.cudaHostRegister(address, nbytes, PORTABLE)):
-        return None
-    return partial(driver.cudaHostUnregister, address)
+def pin(device: torch.device, address: int, nbytes: int) -> Callable[[], object] | None:
+    """For every GPU of this process, at the same address.
+
+    On a thread of its own: a refusal stays behind as the thread's last error, which the next launch on the caller's
+    would take for its own.
+    """
+    with ThreadPoolExecutor(1, "rekindle-pin") as thread:
+        return thread.submit(_register, device, address, nbytes).result()
+
+
+def _register(device: torch.device, address: int, nbytes: int) -> Callable[[], object] | None:
+    with torch.cuda.device(device):  # else the driver would set up the first GPU, which may be another's
+        refused = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, PORTABLE))
+    return None if refused else partial(_unregister, device, address)
+
+
+def _unregister(device: torch.device, address: int) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _whole(slabs: Slabs) -> torch.Tensor:
@@ -343,9 +413,11 @@ class Uploads:
     have passed.
     """
 
-    def __init__(self, slab: Callable[[], torch.Tensor], passed: Callable[[], Ready]) -> None:
-        """slab: gives a new one; passed: done when everything handed to the current stream so far has passed."""
+    def __init__(self, slab: Callable[[], torch.Tensor], passed: Callable[[], Ready], size: int) -> None:
+        """slab: gives a new one of `size` bytes; passed: done when everything handed to the current stream so far has
+        passed."""
         self._slab = slab
+        self._size = size
         self._passed = passed
         self._idle: deque[tuple[torch.Tensor, Ready]] = deque()  # slabs, and until when their copies are under way
         self._made = 0
@@ -356,7 +428,7 @@ class Uploads:
         current stream before the next group is asked for, and by nothing else."""
         filling: deque[_Filling] = deque()
         try:
-            for group in in_groups(tensors, SLAB):
+            for group in in_groups(tensors, self._size):
                 if len(filling) == RING:
                     yield from self._arrive(filling.popleft())
                 filling.append(self._fill(group))
@@ -389,8 +461,9 @@ class Uploads:
 
     def _next(self) -> torch.Tensor:
         if self._made < RING:
+            slab = self._slab()
             self._made += 1
-            return self._slab()
+            return slab
         slab, passed = self._idle.popleft()
         passed.wait()
         return slab

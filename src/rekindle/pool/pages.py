@@ -21,12 +21,12 @@ from math import prod
 import numpy as np
 import torch
 
-from rekindle.errors import PoolFull
+from rekindle.errors import CopyFailed, PoolFull
 from rekindle.kernels.paging import fetch_pages
 from rekindle.pool.choice import NOBODY, SINK, TAIL, Noted, Queries, Scores, is_kept
-from rekindle.pool.copies import STOCK, HostCopies, in_one_piece
+from rekindle.pool.copies import STOCK, HostCopies, Together, has_failed, in_one_piece
 from rekindle.pool.homes import Homes, sent
-from rekindle.snapshots.types import Page
+from rekindle.snapshots.types import Page, Ready
 from rekindle.spec import PAGE
 
 
@@ -44,7 +44,8 @@ class HeldPage:
     """One page that live sequences hold."""
 
     place: int | None  # on the device; None: away
-    copies: tuple[Page, ...] | None = None  # in host memory, one per layer
+    copies: tuple[Page, ...] | None = None  # in host memory, one per layer …
+    taken: Ready | None = None  # … and when they are complete, if they are taken here
     holders: int = 1
     berth: int | None = None  # the number by which a GPU finds the copies, if all are pinned
     keys: torch.Tensor | None = None  # [layers, kv_heads, dim] float16: mean direction of its keys, if pages are chosen
@@ -294,15 +295,23 @@ class PagePool:
 
     def export(self, pages: Sequence[HeldPage]) -> list[tuple[Page, ...]]:
         """Host copies of sealed pages, one per layer; made once, then shared by every snapshot that has them. They
-        are complete once `copies` is ready."""
+        are complete once `ready` says so."""
+        self._forget_copies([page for page in pages if has_failed(page.taken)])
         fresh = [page for page in pages if page.copies is None]
         if fresh:
             places = [page.place for page in fresh if page.place is not None]
             assert len(places) == len(fresh), "a page without copies has a place"
             for page, copies in zip(fresh, self.copies.take_pages(self.kv, places), strict=True):
-                page.copies = copies
+                page.copies, page.taken = copies, self.copies.ready()
                 self._live[copies[0]] = page
         return [page.copies or () for page in pages]
+
+    def ready(self, pages: Sequence[HeldPage]) -> Ready | None:
+        """Of the copies of these pages, and of what was taken last; None where nothing is waited for."""
+        takings = {page.taken for page in pages} | {self.copies.ready()}
+        # First whether it is done, then whether it failed: a thread may say so between the two.
+        awaited = [taken for taken in takings if taken is not None and (not taken.done or has_failed(taken))]
+        return Together(tuple(awaited)) if awaited else None
 
     def adopt(self, copies: tuple[Page, ...]) -> HeldPage:
         """The page with these bytes: the one that live sequences hold, or a new one, away."""
@@ -348,6 +357,8 @@ class PagePool:
 
     def _forget_copies(self, pages: Sequence[HeldPage]) -> None:
         copied = [page for page in pages if page.copies]
+        if not copied:
+            return
         self.copies.hold([page.copies for page in copied])
         if any(page.place is not None for page in copied):  # whoever writes there waits until it has been copied
             self.copies.join()
@@ -356,7 +367,7 @@ class PagePool:
                 self._live.pop(page.copies[0], None)
             if page.berth is not None and self.homes is not None:
                 self.homes.give_back(page.berth)
-            page.copies = page.berth = None
+            page.copies = page.berth = page.taken = None
 
     def stop(self) -> None:
         """End the threads. Copies that snapshots hold stay good."""
@@ -456,6 +467,8 @@ class PagePool:
             return
         self.export(pages)
         self.copies.join()
+        if any(has_failed(page.taken) for page in pages):
+            raise CopyFailed(f"{len(pages)} pages cannot leave the device: their copies did not reach host memory")
         for page in pages:
             assert page.place is not None, "only a resident page can be sent away"
             self._free.append(page.place)

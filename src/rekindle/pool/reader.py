@@ -406,5 +406,7 @@ class _Staging:
                 for place, data in zip(buffer, turn.data(layer), strict=False):
                     place.copy_(data, non_blocking=True)
         current.wait_stream(self._stream)
-        yield buffer, self._index[:count]
-        read.record(current)
+        try:
+            yield buffer, self._index[:count]
+        finally:
+            read.record(current)

@@ -21,6 +21,7 @@ from rekindle.prefix.types import Entry, Hit, Lookup, Miss, Tier
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots.disk import DiskStore, Record
 from rekindle.snapshots.memory import MemoryStore
+from rekindle.snapshots.slabs import Slabs
 from rekindle.snapshots.types import Snapshot
 from rekindle.snapshots.writer import DiskWriter, Save
 
@@ -59,7 +60,10 @@ class PrefixCache:
     """Published snapshots in RAM and on disk. Every method may be called from any thread; none waits for the disk
     except `lookup` for the file it restores, and `flush` and `close`."""
 
-    def __init__(self, ram_budget: int, disk: DiskStore | None = None, *, queue: int = 4) -> None:
+    def __init__(
+        self, ram_budget: int, disk: DiskStore | None = None, *, slabs: Sequence[Slabs] = (), queue: int = 4
+    ) -> None:
+        """slabs: that captures lie in; beside those of the disk tier they share what the RAM tier leaves."""
         self._lock = threading.RLock()  # everything below; held for bookkeeping only, never while a file is read
         self._index = PrefixIndex()
         self._memory = MemoryStore(ram_budget)
@@ -77,8 +81,15 @@ class PrefixCache:
         self._misses: Counter[str] = Counter()
         self._short_hits: Counter[str] = Counter()
         self._evictions: Counter[str] = Counter()
+        self._slabs = list(dict.fromkeys([*slabs, *([disk.slabs] if disk is not None else [])]))
+        for its_slabs in self._slabs:
+            its_slabs.spare = self._spare
         if disk is not None:
             self._take_in(disk)
+
+    def _spare(self) -> int:
+        """Bytes that may lie idle, of each that lends memory."""
+        return (self._memory.budget - self._memory.bytes) // len(self._slabs)
 
     def _take_in(self, disk: DiskStore) -> None:
         """Start with what an earlier run left on disk."""
@@ -96,7 +107,6 @@ class PrefixCache:
             self._hang_on_disk(entry, tokens, record.id)
         disk.make_room = self._make_room_on_disk
         disk.make_room_in_ram = self._make_room_for_load
-        disk.slabs.spare = lambda: self._memory.budget - self._memory.bytes
         if not disk.read_only:
             self._make_room_on_disk(disk.bytes - disk.budget)
         log.info("snapshots found: %d (%s) in %s", len(disk), show_bytes(disk.bytes), disk.folder)
@@ -363,8 +373,8 @@ class PrefixCache:
             if victim is None:
                 break  # all that is left is in use
             self._leave_ram(victim)
-        if self._disk is not None:
-            self._disk.slabs.review()
+        for slabs in self._slabs:
+            slabs.review()
 
     def _make_room_for_load(self, coming: int) -> None:
         """Called by the store before it reads, on the loader's thread: what leaves now is memory for what comes."""

@@ -35,10 +35,10 @@ import torch
 from rekindle.errors import BadSnapshotFile, DoesNotFit, SnapshotMismatch
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots import layout, manifest
-from rekindle.snapshots.files import check_size, digest, make_folder, read_into, sync_folder, write_whole
+from rekindle.snapshots.files import Bytes, check_size, digest, make_folder, read_into, sync_folder, write_whole
 from rekindle.snapshots.layout import Pages
 from rekindle.snapshots.manifest import FORMAT, NAME, PAGE_HEADER, VERSION, Manifest, PageRow, StretchRow, key_of
-from rekindle.snapshots.slabs import Cuts, Piece, Slabs
+from rekindle.snapshots.slabs import Cuts, Piece, Slab, Slabs
 from rekindle.snapshots.types import Snapshot
 from rekindle.spec import PAGE
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 KEPT_ASIDE = 16  # manifests kept for a person to look at
 FOLDER_DIGITS = 16  # of the fingerprint
-READERS = min(os.cpu_count() or 1, 8)  # threads that read one snapshot
+READERS = min(os.cpu_count() or 1, 8)  # threads that read snapshots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +126,15 @@ class _LivePages:
             self._live.pop(name, None)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reading:
+    """An object, and memory for it in a slab; token ids of a page have theirs outside."""
+
+    name: str
+    memories: tuple[Bytes, ...]
+    slab: Slab
+
+
 class DiskStore:
     """Snapshots of one model under a directory. Thread-safe; `save` is meant for one background thread."""
 
@@ -143,7 +152,7 @@ class DiskStore:
         self.fingerprint = fingerprint
         self.budget = budget
         self.make_room: Callable[[int], None] | None = None  # asked to free so many bytes before a save …
-        self.make_room_in_ram: Callable[[int], None] | None = None  # … and of RAM before a load
+        self.make_room_in_ram: Callable[[int], None] | None = None  # … and of RAM for what a load reads
         self.slabs = slabs or Slabs()
         self.bad_files = 0
         self._clock = clock
@@ -421,10 +430,10 @@ class DiskStore:
             check_size(f"{self._objects}/{name}", nbytes)
         found = {name: self._live.find(name) for name in listed.pages}
         wanted = [name for name, column in found.items() if column is None]
-        own, pages = self._verified(listed, wanted)
+        own, heads, bodies = self._verified(listed, wanted)
         columns = {name: column for name, column in found.items() if column is not None}
-        for name, page, column in zip(wanted, pages, layout.read_pages(listed, pages), strict=True):
-            columns[name] = (column, layout.read_page_tokens(page.memory))
+        for name, head, column in zip(wanted, heads, layout.read_pages(listed, bodies), strict=True):
+            columns[name] = (column, head)
         tokens = _join([columns[name][1] for name in listed.pages], listed.tail_tokens)
         if key_of(self.fingerprint, tokens) != id:
             raise BadSnapshotFile(f"{id}: its token ids are not those of its key")
@@ -437,33 +446,43 @@ class DiskStore:
             self._live.remember(name, columns[name][0], columns[name][1].copy())
         return snapshot
 
-    def _verified(self, listed: Manifest, wanted: Sequence[str]) -> tuple[Piece, list[Piece]]:
-        """Read the own object and the wanted pages and check their digests, several at a time, the longest first."""
-        if self.make_room_in_ram is not None:
-            self.make_room_in_ram(listed.own_bytes + len(wanted) * listed.page_bytes)
+    def _verified(self, listed: Manifest, wanted: Sequence[str]) -> tuple[Piece, np.ndarray, list[Piece]]:
+        """Read the own object and the wanted pages and check their digests, several at a time, the longest first:
+        -> own object, token ids int32 [pages, PAGE], what stands behind them in each page object."""
+        body = listed.page_bytes - PAGE_HEADER
+        coming = listed.own_bytes + len(wanted) * body
         own = self._own_cuts.cut(listed.own_bytes)
-        pages = [self._page_cuts.cut(listed.page_bytes) for _ in wanted]
-        work = deque(zip([listed.own, *wanted], [own, *pages], strict=True))
+        work = deque([_Reading(listed.own, (own.memory,), own.slab)])
+        if self.make_room_in_ram is not None and coming > self.slabs.spare():
+            self._verify_all(work)  # alone, so that an altered one sends nobody away
+            self.make_room_in_ram(coming)
+        # Token ids lie elsewhere: as many pages fit a slab as if there were none.
+        heads = np.empty((len(wanted), PAGE), dtype=np.int32)
+        bodies = [self._page_cuts.cut(body) for _ in wanted]
+        for name, head, piece in zip(wanted, heads.view(np.uint8), bodies, strict=True):
+            work.append(_Reading(name, (head, piece.memory), piece.slab))
         for reader in [self._readers.submit(self._verify_all, work) for _ in range(min(READERS, len(work)))]:
             reader.result()
-        return own, pages
+        return own, heads, bodies
 
-    def _verify_all(self, work: deque[tuple[str, Piece]]) -> None:
+    def _verify_all(self, work: deque[_Reading]) -> None:
         """Until nothing is left to be read, or somebody finds that it is of no use."""
-        with contextlib.suppress(IndexError):
-            while True:
-                name, piece = work.popleft()
-                try:
-                    self._verify(name, piece)
-                except BadSnapshotFile:
-                    work.clear()
-                    raise
+        while True:
+            try:
+                reading = work.popleft()
+            except IndexError:
+                return
+            try:
+                self._verify(reading)
+            except BaseException:
+                work.clear()
+                raise
 
-    def _verify(self, name: str, piece: Piece) -> None:
-        piece.slab.make()
-        if read_into(piece.memory, f"{self._objects}/{name}") != name:
-            self._drop_object(name)
-            raise BadSnapshotFile(f"object {name} has been altered: its digest is not its name")
+    def _verify(self, reading: _Reading) -> None:
+        reading.slab.make()
+        if read_into(reading.memories, f"{self._objects}/{reading.name}") != reading.name:
+            self._drop_object(reading.name)
+            raise BadSnapshotFile(f"object {reading.name} has been altered: its digest is not its name")
 
     def touch(self, id: str) -> None:
         """Note a use, for retention after a restart. A hint: a disk that refuses it loses nothing else."""

@@ -78,28 +78,30 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_into(memory: Bytes, path: str) -> str:
-    """Fill memory of our own with the file's bytes; returns their digest.
+def read_into(memories: Sequence[Bytes], path: str) -> str:
+    """Fill memory of our own, one after the other, with the file's bytes; returns their digest.
 
     Not a mapping of the file: one that is cut short under a mapping kills the process, and one that is altered after
     its digest was checked gives a wrong answer. Each piece is hashed while the processor's caches still hold it.
     """
-    name, many = os.path.basename(path), memory.nbytes >= MANY_THREADS
+    name, left = os.path.basename(path), sum(memory.nbytes for memory in memories)
+    many, wanted = left >= MANY_THREADS, left
     hasher = blake3(max_threads=blake3.AUTO if many else 1)
     piece = MANY_THREADS // 2 if many else READ_PIECE
-    left = memory.data
     try:
         descriptor = os.open(path, os.O_RDONLY)  # several times cheaper than an object for the file
         try:
-            while left and (got := os.readv(descriptor, [left[:piece]])):
-                hasher.update(left[:got])
-                left = left[got:]
+            for memory in memories:
+                rest = memory.data
+                while rest and (got := os.readv(descriptor, [rest[:piece]])):
+                    hasher.update(rest[:got])
+                    rest, left = rest[got:], left - got
         finally:
             os.close(descriptor)
     except OSError as error:
         raise BadSnapshotFile(f"{name}: cannot be read: {error.strerror}") from error
     if left:
-        raise BadSnapshotFile(f"{name}: ends {len(left)} bytes before the {memory.nbytes} that the manifest says")
+        raise BadSnapshotFile(f"{name}: ends {left} bytes before the {wanted} that the manifest says")
     return hasher.hexdigest(length=16)
 
 

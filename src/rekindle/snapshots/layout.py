@@ -15,7 +15,7 @@ import torch
 
 from rekindle.errors import BadSnapshotFile
 from rekindle.snapshots.files import Bytes, raw
-from rekindle.snapshots.manifest import ALIGNMENT, DTYPES, PAGE_HEADER, Manifest, PageRow, PartRow, stretches_of
+from rekindle.snapshots.manifest import ALIGNMENT, DTYPES, Manifest, PageRow, PartRow, stretches_of
 from rekindle.snapshots.slabs import Piece
 from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part, Snapshot
 from rekindle.spec import PAGE
@@ -85,23 +85,20 @@ def _own_tensors(snapshot: Snapshot) -> list[tuple[str, int | None, torch.Tensor
     return tensors
 
 
-def read_pages(manifest: Manifest, objects: Sequence[Piece]) -> list[Pages]:
-    """The layers of page objects, as views of their bytes; layers that are alike are cut at once."""
+def read_pages(manifest: Manifest, bodies: Sequence[Piece]) -> list[Pages]:
+    """The layers of page objects, as views of what stands behind the token ids; layers that are alike are cut at
+    once."""
     cuts = list[tuple[int, int, str, tuple[int, ...]]]()
-    start = PAGE_HEADER
+    start = 0
     for (dtype, shape), alike in groupby(manifest.page_rows, key=lambda row: (row.dtype, row.shape)):
         sizes = [row.nbytes for row in alike]
         cuts.append((start, sum(sizes), dtype, (len(sizes), *shape)))
         start += sum(sizes)
     columns = list[Pages]()
-    for piece in objects:
+    for piece in bodies:
         content = torch.from_numpy(piece.memory)
         columns.append(tuple(page for cut in cuts for page in Page.all_of(_view(content, *cut), piece.slab)))
     return columns
-
-
-def read_page_tokens(content: Bytes) -> np.ndarray:
-    return content[:PAGE_HEADER].view(np.int32)
 
 
 def read_snapshot(manifest: Manifest, tokens: np.ndarray, columns: Sequence[Pages], own: torch.Tensor) -> Snapshot:

@@ -3,7 +3,8 @@
 Fresh memory is dear: the system clears it when it is first touched, which takes longer than to read a file into it, and
 to pin it for a GPU takes longer still, with a lock that launches wait for. So a slab that nobody holds any more waits
 for the next one who asks, and beside a GPU a thread keeps some in stock. What lies idle is bounded: the stock, and what
-the RAM tier leaves of its budget.
+the RAM tier leaves of its budget. The rest is given back by that thread, since whoever lets go of a slab may be amid
+something that the driver must not be called in.
 
 A slab is lent as a whole or cut; it comes back by itself when nothing of it is held. Whoever lets a device read or
 write it holds it until the device has.
@@ -45,7 +46,8 @@ class Slab:
         self._making = threading.Lock()
         # Private: shared memory gets no large pages. No child gets it, so that a fork makes none of its pages a copy.
         self._mapping = mmap.mmap(-1, nbytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        # Large pages are pinned fast; but to be read into, small ones are there sooner.
+        for advice in ("MADV_DONTFORK",) if pin is None else ("MADV_DONTFORK", "MADV_HUGEPAGE"):
             if hasattr(mmap, advice):
                 with contextlib.suppress(OSError):  # a system without large pages is slower, not wrong
                     self._mapping.madvise(getattr(mmap, advice))
@@ -80,17 +82,18 @@ class Slabs:
     def __init__(self, stock: int = 0, size: int = SLAB, pin: Pin | None = None, pause: float = PAUSE) -> None:
         """stock: slabs that are kept ready; pause: seconds before memory that was refused is asked for again."""
         self.size = size
-        self.refused = 0  # times that the stock did not get memory, or got it unpinned
+        self.refused = 0  # times that the stock did not get memory, or anyone got it unpinned
         self.late = 0  # slabs that were asked for when none was ready
         self.spare: Callable[[], int] = lambda: 0  # bytes that may lie idle beside the stock
         self._stock = stock
-        self._pin = pin
+        self._driver = pin
+        self._pin = None if pin is None else self._ask_driver
         self._pause = pause
         self._idle: dict[int, SimpleQueue[Slab]] = {}  # by their size
         self._news: SimpleQueue[bool] = SimpleQueue()  # whether the thread goes on; whatever changes is told here
         self._stopped = False
         self._thread: threading.Thread | None = None
-        if stock:
+        if stock or pin is not None:
             self._thread = threading.Thread(target=self._keep_stock, name="rekindle-slabs", daemon=True)
             self._thread.start()
             self.review()
@@ -161,13 +164,19 @@ class Slabs:
             slab.make()
         except (OSError, MemoryError) as error:  # the system's answer may be another one soon
             self._note_refusal(f"no memory for the stock, asking again every {self._pause:g} s: {error}")
+            self._trim()  # what the RAM tier needs back does not wait for the stock
             with contextlib.suppress(Empty):
                 if not self._news.get(timeout=self._pause):
                     self._news.put(False)  # for whoever called
             return
-        if not slab.pinned and self._pin is not None:
-            self._note_refusal("the system pins no more memory: restores from RAM will be slower")
         self._keep(slab)
+
+    def _ask_driver(self, address: int, nbytes: int) -> Callable[[], object] | None:
+        """Of whoever makes a slab."""
+        unpin = None if self._driver is None else self._driver(address, nbytes)
+        if unpin is None:
+            self._note_refusal("the system pins no more memory: restores from RAM will be slower")
+        return unpin
 
     def _note_refusal(self, words: str) -> None:
         if not self.refused:

@@ -128,6 +128,8 @@ def export_chain(directory: Path, id: str, target: Path) -> list[str]:
     checked: dict[Path, str | None] = {}
     for listed in chain:
         _verify(folder / "manifests" / f"{listed.id}.json", folder, checked)
+    if not target.parent.is_dir():
+        raise BadConfig(f"{target} cannot be written: there is no folder {target.parent}")
     partial = target.with_name(f"{target.name}.partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:

@@ -23,8 +23,11 @@ class Ready(Protocol):
     another purpose waits before the host reads."""
 
     @property
-    def done(self) -> bool: ...
-    def wait(self) -> None: ...
+    def done(self) -> bool:
+        """There is nothing to wait for any more: `wait` says at once whether the copies came."""
+
+    def wait(self) -> None:
+        """Until they are complete. Raises where they never will be."""
 
 
 class Page:
@@ -106,12 +109,13 @@ class DeltaPart:
 Part = KvPart | DeltaPart
 
 
-def are_complete(parts: Iterable[Part]) -> bool:
+def are_settled(parts: Iterable[Part]) -> bool:
+    """Whether `wait_for` says at once how it went."""
     return all(ready.done for ready in _readies(parts))
 
 
 def wait_for(parts: Iterable[Part]) -> None:
-    """Return when every copy the parts hold is complete."""
+    """Return when every copy the parts hold is complete; raises where one never will be."""
     for ready in _readies(parts):
         ready.wait()
 

@@ -193,7 +193,7 @@ class LocalStage:
         return StageOutput(None, x if batch.logit_rows else None, skipping)
 
     def _recorded(self, form: Form) -> Form | None:
-        """The form of the recorded step that serves this one; it needs no pages or experts that lie on the host."""
+        """The form of the recorded step that serves this one, where the device reaches all that it reads."""
         padded = form.padded()
         longest = max(form.lengths)
         can = padded is not None and self._reader.replayable(longest) and self.model.can_record(padded.rows)
@@ -272,7 +272,7 @@ class LocalStage:
         sealed, rest = divmod(table.position, PAGE)
         pages = self.pool.export(table.pages[:sealed]) if self.pool.kv else []
         own = iter(self.pool.copies.take_live(self._own_tensors(slot, sealed, rest)))
-        ready = self.pool.copies.ready()
+        ready = self.pool.ready(table.pages[:sealed])
         by_layer = iter(zip(*pages, strict=True))
         parts: list[Part] = []
         for layer in self.span.layers:
@@ -380,7 +380,9 @@ class LocalStage:
         want = (attention.heads, attention.head_dim)
         if part.query is not None and tuple(part.query.shape) not in (want, (2, *want)):
             have = tuple(part.query.shape)
-            raise SnapshotMismatch(f"layer {part.layer}: the snapshot's query is {have}, the stage has {want}")
+            raise SnapshotMismatch(
+                f"layer {part.layer}: the snapshot's query is {have}, the stage has {want}, once or twice"
+            )
 
     @torch.inference_mode()
     def rewind(self, slot: int, position: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import gguf
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from rekindle.kernels import matmul
-from rekindle.kernels.matmul import naive
+from rekindle.kernels.matmul import arrivals, naive
 from rekindle.kernels.matmul import triton as fast
+from rekindle.kernels.matmul.arrivals import counters
 from rekindle.kernels.matmul.packing import FORMATS, join, pack
 from rekindle.kernels.matmul.types import Matrix, Packed
 
@@ -114,7 +117,7 @@ def test_a_sum_cut_into_parts_is_the_same_sum_and_leaves_the_counters_at_zero() 
     config = fast.RowsConfig(out=32, blocks=4, split=4, warps=4, stages=2)
     out = fast.few_rows(x, packed, residual=residual, config=config)
     assert error(out, residual + naive.multiply(x, values)) < 2e-6
-    assert not fast.counters(CPU).any()
+    assert not counters(CPU).any()
     assert torch.equal(out, fast.few_rows(x, packed, residual=residual, config=config))
 
 
@@ -210,3 +213,29 @@ def test_matrices_join_only_with_their_like() -> None:
     assert torch.equal(joined.values, torch.cat((first, second)))
     packed = Matrix((4, 256), packed=made("Q4_K", 4, 256)[0])
     assert matmul.join_matrices([packed, Matrix((4, 256), packed=made("Q6_K", 4, 256)[0])]) is None
+
+
+def test_every_stream_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "stream_of", lambda device: 7)
+    beside = arrivals.counters(CPU)
+    assert arrivals.counters(CPU) is beside
+    monkeypatch.setattr(arrivals, "stream_of", lambda device: 0)
+    assert arrivals.counters(CPU) is not beside
+
+
+def test_threads_do_not_expand_into_one_another() -> None:
+    like = torch.empty(0)
+    mine, others = fast.scratch(like, 4, 4), list[torch.Tensor]()
+    thread = threading.Thread(target=lambda: others.append(fast.scratch(like, 4, 4)))
+    thread.start()
+    thread.join()
+    assert fast.scratch(like, 2, 8).data_ptr() == mine.data_ptr()
+    assert others[0].data_ptr() != mine.data_ptr()
+
+
+def test_what_a_recorded_step_expands_into_outlives_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "stream_of", lambda device: 7)
+    like = torch.empty(0)
+    small = fast.scratch(like, 4, 4).data_ptr()
+    fast.scratch(like, 64, 64)
+    assert small in [buffer.data_ptr() for buffer in fast._outgrown]

@@ -8,9 +8,11 @@ from paper_units import lay_out
 from test_moe import drawn, error, matrix, stack
 from torch import Tensor
 
+from rekindle.experts.packed import _empty_stack, _on, make_parts
 from rekindle.kernels.matmul import mma
 from rekindle.kernels.moe import naive, nvidia
 from rekindle.kernels.moe import triton as fast
+from rekindle.kernels.moe.cold import Missing
 from rekindle.kernels.moe.types import SharedExpert
 
 EXPERTS, HIDDEN, WIDTH, USED = 2, 256, 256, 1
@@ -79,3 +81,18 @@ def test_an_expert_may_have_more_pairs_than_a_group_and_another_none(layer: Laye
     ids.fill_(1)
     out = fast.by_units_group(h, ids, weights, layer.gate, layer.up, layer.down, None, torch.zeros(9, HIDDEN), 1, FAST)
     assert error(out, layer.routed(h, ids, weights)) < 5e-3
+
+
+def test_a_missing_expert_is_brought_and_multiplied_in_the_same_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvidia, "when_stored", lambda base, word: base)  # programs run one after the other here
+    full = [stack(type, 4, 256, 256, seed)[0] for seed, type in enumerate(("Q4_K", "Q4_K", "Q6_K"), start=1)]
+    ring = [_empty_stack(part, 3, _on(torch.device("cpu"))) for part in full]
+    parts = make_parts(full, ring, torch.device("cpu"))
+    h, weights, experts = drawn(1, 256).to(BF16), torch.tensor([[0.3, 0.7]]), torch.tensor([[3, 1]], dtype=torch.int32)
+
+    def run(slots: Tensor, stacks: list, missing: Missing | None = None) -> Tensor:
+        return nvidia.by_pair(h, slots, weights, *(part.planes for part in stacks), 256, None, None, missing=missing)
+
+    hot, slots = run(experts, full), torch.tensor([[0, 2]], dtype=torch.int32)
+    assert torch.equal(run(slots, ring, Missing(experts, parts)), hot)
+    assert torch.equal(run(slots, ring, Missing(torch.full_like(experts, -1), parts)), hot)  # they are there now

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rekindle.kernels.device import stream_of
+
 
 @triton.jit
 def all_arrived(counter, expected):
@@ -21,11 +23,13 @@ def all_arrived(counter, expected):
     return last
 
 
-_counters: dict[torch.device, Tensor] = {}
+_counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def counters(device: torch.device) -> Tensor:
-    """Zeros that kernels count in and leave at zero. Launches that use them follow one another on one stream."""
-    if device not in _counters:
-        _counters[device] = torch.zeros(1 << 16, dtype=torch.int32, device=device)
-    return _counters[device]
+    """Zeros that kernels count in and leave at zero. Launches that use the same ones must follow one another, so every
+    stream has its own: a step may be recorded on one while another is at work."""
+    key = (device, stream_of(device))
+    if key not in _counters:
+        _counters[key] = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+    return _counters[key]

@@ -70,7 +70,8 @@ UP_TO_32 = ShareForm(4, 1, 3)
 
 # ---- loads --------------------------------------------------------------------------------------------------------
 #
-# None of them is pure: the compiler would put what is loaded ahead off until it is used.
+# None of them is pure: the compiler would put what is loaded ahead off until it is used. (What is
+# loaded before gdc_wait the assembler still puts behind it.)
 
 
 @triton.jit
@@ -477,7 +478,8 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, form: ShareForm | None = None) -
 def _programs(units: int, form: ShareForm, device: torch.device, dense: int = 0) -> int:
     """As many as the card holds at once, beside those of dense tiles; each with a unit for all warps that stand beside
     one another."""
-    return max(1, min(processors(device) * form.resident - dense, units // form.beside))
+    room = max(processors(device), processors(device) * form.resident - dense)  # a small card has dense tiles wait
+    return max(1, min(room, units // form.beside))
 
 
 def _partials(programs: int, laid: Laid, form: ShareForm) -> Tensor:

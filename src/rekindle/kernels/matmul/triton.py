@@ -9,6 +9,7 @@ library multiplies.
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rekindle.kernels.device import starting_early
+from rekindle.kernels.device import starting_early, stream_of
 from rekindle.kernels.matmul import laid, mma, nvidia, shares
 from rekindle.kernels.matmul.arrivals import all_arrived, counters
 from rekindle.kernels.matmul.dense import product
@@ -550,13 +551,17 @@ def row_slab(weight: Packed, start: int, stop: int) -> Packed:
     )  # fmt: skip
 
 
-_scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+_scratch: dict[tuple[torch.device, torch.dtype, int, int], Tensor] = {}
+_outgrown: list[Tensor] = []
 
 
 def scratch(like: Tensor, rows: int, columns: int) -> Tensor:
-    """A buffer [rows, columns] that the next caller overwrites; grows to the largest asked for."""
-    key = (like.device, like.dtype)
+    """A buffer [rows, columns] that the next call of this thread on this stream overwrites; grows as is asked for."""
+    stream = stream_of(like.device)
+    key = (like.device, like.dtype, threading.get_ident(), stream)
     if key not in _scratch or _scratch[key].numel() < rows * columns:
+        if key in _scratch and stream:  # steps are recorded beside the default stream: they go on using the smaller one
+            _outgrown.append(_scratch[key])
         _scratch[key] = torch.empty(rows * columns, dtype=like.dtype, device=like.device)
     return _scratch[key][: rows * columns].view(rows, columns)
 

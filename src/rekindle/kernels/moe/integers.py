@@ -1,7 +1,8 @@
 """Routed experts in NVIDIA's integer matrix units, where an expert has a few pairs: few instructions per weight.
 
 Codes enter as bytes, three instructions for eight of them. A block of 32 values of x enters as integers of 16 bits
-times the block's factor, which is finer than bfloat16; an integer v is 256 · upper + lower, both a signed byte.
+times the block's factor, which is finer than bfloat16 but for values below a hundredth of the block's largest; an
+integer v is 256 · upper + lower, both a signed byte.
 
 As for one row in `matmul.mma`, the eight columns of a matrix instruction hold the four blocks of a group, two columns
 each: block i of x stands in columns 2 · i and 2 · i + 1 and the other blocks' is not there, so that one quad of

@@ -26,7 +26,8 @@ def _pointer(address):
     return tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
 
 
-@triton.jit(do_not_specialize=["target_row", "source_row"])
+# A list of addresses begins anywhere in a longer one: one kernel for all, so that none is compiled amid a request.
+@triton.jit(do_not_specialize=["target_row", "source_row"], do_not_specialize_on_alignment=["targets", "sources"])
 def _fetch_kernel(targets, sources, target_row, source_row, words, BLOCK: tl.constexpr):
     page, layer = tl.program_id(1), tl.program_id(2)
     source = _pointer(tl.load(sources + layer * source_row + page))
