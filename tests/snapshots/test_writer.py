@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from paper_snapshots import FINGERPRINT, PaperModel, same
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots.disk import DiskStore, Record
 from rekindle.snapshots.types import Snapshot
-from rekindle.snapshots.writer import FIRST_PAUSE, RANK, DiskWriter, Save
+from rekindle.snapshots.writer import FIRST_PAUSE, RANK, REST, DiskWriter, Save
 
 
 class Clock:
@@ -70,6 +70,51 @@ def test_a_full_queue_refuses_at_once_and_counts(store: DiskStore, monkeypatch: 
     gate.set()
     writer.close()
     assert len(done) == 3
+
+
+def resting_writer(store: DiskStore, monkeypatch: pytest.MonkeyPatch, capacity: int) -> tuple[DiskWriter, list[float]]:
+    """A writer whose saves say that every piece took an hour, and how long it meant to rest after each."""
+    clock, rests = Clock(), list[float]()
+    writer = DiskWriter(store, capacity, clock)
+    real_save, real_wait = store.save, writer._changed.wait_for
+
+    def save(snapshot: Snapshot, kind: BoundaryKind, conversation: str | None, rest: Callable[[], None]) -> Record:
+        def later() -> None:
+            clock.now += 3600
+            rest()
+
+        return real_save(snapshot, kind, conversation, later)
+
+    def wait_for(wanted: Callable[[], bool], timeout: float | None = None) -> bool:
+        rests.extend([] if timeout is None else [timeout])
+        return real_wait(wanted, timeout)
+
+    monkeypatch.setattr(store, "save", save)
+    monkeypatch.setattr(writer._changed, "wait_for", wait_for)
+    return writer, rests
+
+
+def test_the_writer_rests_after_every_piece_but_lets_nobody_wait_for_it(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, rests = resting_writer(store, monkeypatch, capacity=8)
+    done: list[Record | None] = []
+    writer.offer(save_of(snapshots(1)[0], done))
+    writer.flush()  # would take days
+    assert len(done) == 1
+    assert rests and set(rests) == {REST * 3600}
+    writer.close()
+
+
+def test_a_full_queue_ends_the_rest(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, _ = resting_writer(store, monkeypatch, capacity=1)
+    first = threading.Event()
+    one, two = snapshots(2)
+    writer.offer(Save(one, BoundaryKind.END, None, lambda record: first.set()))
+    while not writer.offer(save_of(two, [])):  # until the first one is in hand
+        pass
+    assert first.wait(30), "it rests though the next snapshot would find no place"
+    writer.close()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])

@@ -308,15 +308,19 @@ class DiskStore:
     # Saving
 
     def save(
-        self, snapshot: Snapshot, kind: BoundaryKind = BoundaryKind.END, conversation: str | None = None
+        self,
+        snapshot: Snapshot,
+        kind: BoundaryKind = BoundaryKind.END,
+        conversation: str | None = None,
+        rest: Callable[[], None] = lambda: None,
     ) -> Record:
-        """Make a snapshot durable. Raises OSError when the disk refuses and DoesNotFit when the budget does;
-        either way the store is as it was."""
+        """Make a snapshot durable; `rest` is called after every piece of work. Raises OSError when the disk refuses and
+        DoesNotFit when the budget does; either way the store is as it was."""
         assert not self.read_only, "the caller asks read_only before it saves"
         with self._saving:
             columns = layout.page_columns(snapshot)
             rows = layout.page_rows(snapshot)
-            names = tuple(self._page_name(snapshot, i, column, rows) for i, column in enumerate(columns))
+            names = tuple(self._page_name(snapshot, i, column, rows, rest) for i, column in enumerate(columns))
             own = layout.own_object(snapshot)
             listed = Manifest(
                 format=FORMAT,
@@ -344,24 +348,32 @@ class DiskStore:
                 i = pages[name]
                 return layout.page_pieces(_page_tokens(snapshot, i), columns[i], rows)
 
-            record = self._save(listed, pieces)
+            record = self._save(listed, pieces, rest)
             for i, (name, column) in enumerate(zip(names, columns, strict=True)):
                 if self._live.find(name) is None:
                     self._live.remember(name, column, _page_tokens(snapshot, i).copy())
             return record
 
-    def _page_name(self, snapshot: Snapshot, i: int, column: Pages, rows: Sequence[PageRow]) -> str:
+    def _page_name(
+        self, snapshot: Snapshot, i: int, column: Pages, rows: Sequence[PageRow], rest: Callable[[], None]
+    ) -> str:
         """Only a page not met before is hashed."""
-        return self._live.name_of(column) or digest(layout.page_pieces(_page_tokens(snapshot, i), column, rows))
+        name = self._live.name_of(column)
+        if name is None:
+            name = digest(layout.page_pieces(_page_tokens(snapshot, i), column, rows))
+            rest()
+        return name
 
     def adopt(self, listed: Manifest, pieces: Callable[[str], Sequence[np.ndarray]]) -> Record:
         """Save a snapshot that is bytes already (an import); the caller has verified every object."""
         assert not self.read_only, "the caller asks read_only before it saves"
         assert listed.fingerprint == self.fingerprint, "the caller opened the store of another model"
         with self._saving:
-            return self._save(listed, pieces)
+            return self._save(listed, pieces, lambda: None)
 
-    def _save(self, listed: Manifest, pieces: Callable[[str], Sequence[np.ndarray]]) -> Record:
+    def _save(
+        self, listed: Manifest, pieces: Callable[[str], Sequence[np.ndarray]], rest: Callable[[], None]
+    ) -> Record:
         text = np.frombuffer(manifest.encode(listed), dtype=np.uint8)
         # From here no eviction can delete an object that this snapshot needs, whether it is there or not.
         missing = self._reserve(listed.objects)
@@ -369,6 +381,7 @@ class DiskStore:
             self._find_room(listed, sum(missing.values()) + text.nbytes, text.nbytes)
             for name in missing:
                 self._write_object(name, pieces(name))
+                rest()
             if missing:
                 sync_folder(self._objects)
             path = self._manifest_path(listed.id)

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE = 15.0  # seconds without an attempt after the disk refused
 LONGEST_PAUSE = 600.0
+REST = 9.0  # seconds of rest for every second of work
 # Niceness: some 3 % of a core that others want. Not the last rank of all: whoever is starved while it holds the
 # interpreter's lock holds up the token path too.
 RANK = 15
@@ -49,6 +50,8 @@ class DiskWriter:
         self._queue: deque[Save] = deque()
         self._busy = False
         self._closing = False
+        self._urgent = 0  # threads that wait until everything is saved
+        self._worked_from = 0.0
         self._pause = 0.0  # seconds; 0 while the disk works
         self._retry_at = 0.0
         self._budget_warned = False
@@ -94,7 +97,12 @@ class DiskWriter:
     def flush(self) -> None:
         """Wait until everything offered so far has been saved or refused."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._queue and not self._busy)
+            self._urgent += 1
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: not self._queue and not self._busy)
+            finally:
+                self._urgent -= 1
 
     def close(self) -> None:
         self.flush()
@@ -132,8 +140,9 @@ class DiskWriter:
         if self._clock() < self._retry_at:
             self.refused["disk"] += 1
             return None
+        self._worked_from = self._clock()
         try:
-            record = self.store.save(save.snapshot, save.kind, save.conversation)
+            record = self.store.save(save.snapshot, save.kind, save.conversation, self._rest)
         except OSError as error:
             self._disk_refused(error)
             return None
@@ -149,6 +158,17 @@ class DiskWriter:
         self.saves += 1
         self.saved_bytes += record.nbytes
         return record
+
+    def _rest(self) -> None:
+        """Hashing and writing take memory and processors from a decode step, so they are at it a tenth of the time;
+        not while somebody waits for them, or while the next snapshot would be refused for want of a place."""
+        worked = self._clock() - self._worked_from
+        with self._changed:
+            self._changed.wait_for(self._in_a_hurry, timeout=REST * worked)
+        self._worked_from = self._clock()
+
+    def _in_a_hurry(self) -> bool:
+        return self._closing or self._urgent > 0 or len(self._queue) >= self.capacity
 
     def _disk_refused(self, error: OSError) -> None:
         self.refused["disk"] += 1
