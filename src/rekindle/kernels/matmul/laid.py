@@ -30,11 +30,11 @@ from rekindle.kernels.matmul.mma import (
     store_tile,
     threads,
 )
-from rekindle.kernels.matmul.nvidia import SEGMENTS, outputs_of, planes_of, rows_of_tiles, starting
+from rekindle.kernels.matmul.nvidia import line_up, outputs_of, readable, rows_of_tiles, starting
 from rekindle.kernels.matmul.tiles import has_minimum
 from rekindle.kernels.matmul.types import Packed
 
-MOST_ROWS = 16  # beyond so many rows x is always laid out …
+MANY_ROWS = 16  # beyond so many rows x is always laid out …
 NARROW, WIDE = 4096, 65536  # … and from two rows on for so few outputs, or so many
 ENOUGH = 1024  # tiles of 16 rows, or parts of them, that keep a large card busy
 
@@ -61,7 +61,7 @@ class Laid(NamedTuple):
 
 def pays(rows: int, width: int) -> bool:
     """Whether laying x out is worth its launch, for so many outputs."""
-    return rows > MOST_ROWS or (rows > 1 and not NARROW < width < WIDE)
+    return rows > MANY_ROWS or (rows > 1 and not NARROW < width < WIDE)
 
 
 def laid_config(rows: int, width: int) -> LaidConfig:
@@ -70,7 +70,7 @@ def laid_config(rows: int, width: int) -> LaidConfig:
     across = min(8, triton.next_power_of_2(triton.cdiv(ENOUGH, tiles)))
     if across > 2:
         return LaidConfig(1, across, 128 if across == 8 else 168)
-    return LaidConfig(4 if rows <= MOST_ROWS else 2, across, 168)
+    return LaidConfig(4 if rows <= MANY_ROWS else 2, across, 168)
 
 
 @triton.jit
@@ -274,25 +274,15 @@ def multiply(
 ) -> list[Tensor]:
     """As `nvidia.multiply`."""
     rows, columns = x.shape
-    widths = [weight.shape[0] if isinstance(weight, Tensor) else weight.rows for weight in weights]
-    types = ["dense" if isinstance(weight, Tensor) else weight.type for weight in weights]
-    config = config or laid_config(rows, sum(widths))
-    x = x if x.stride(1) == 1 and x.stride(0) % 4 == 0 else x.contiguous()
+    x, line = readable(x), line_up(x, weights, residual)
+    config = config or laid_config(rows, sum(line.widths))
     laid = lay_out(x)
-    dtypes = [x.dtype if residual is None else residual.dtype] + [x.dtype] * (len(weights) - 1)
-    outs = [torch.empty(rows, n, dtype=dtype, device=x.device) for n, dtype in zip(widths, dtypes, strict=True)]
-    arguments: list[Tensor | int] = []
-    for weight, out, width in zip(weights, outs, widths, strict=True):
-        arguments += [out, *planes_of(weight), width]
-    arguments += arguments[:6] * (SEGMENTS - len(weights))  # of absent matrices, never read
-    programs = sum(
-        triton.cdiv(n, 16 if type == "dense" else 16 * config.down) for n, type in zip(widths, types, strict=True)
-    )
-    types += ["none"] * (SEGMENTS - len(weights))
+    programs = line.tiles(True, 16) + line.tiles(False, 16 * config.down)
     _products_kernel[(programs,)](
-        x, x.stride(0), rows, laid.values, laid.whole, laid.halves, outs[0] if residual is None else residual,
-        *arguments, columns, *types, ADD=residual is not None, NT=laid.eights, DOWN=config.down, ACROSS=config.across,
+        x, x.stride(0), rows, laid.values, laid.whole, laid.halves, line.residual,
+        *line.arguments, columns, *line.kinds,
+        ADD=residual is not None, NT=laid.eights, DOWN=config.down, ACROSS=config.across,
         num_warps=config.down * config.across, num_stages=1, maxnreg=config.registers,
-        **starting(x.device, sum(widths) * columns),
+        **starting(x.device, sum(line.widths) * columns),
     )  # fmt: skip
-    return outs
+    return line.outs

@@ -198,6 +198,43 @@ def _gated_products_kernel(
         store_tile(out, out, gated_over_warps(acc, NT, WARPS), m_first, rows, at, width, NT, False)
 
 
+class Lineup(NamedTuple):
+    """The matrices of one launch, and where their outputs go."""
+
+    widths: list[int]
+    types: list[str]  # "dense": bfloat16 values
+    outs: list[Tensor]
+    residual: Tensor  # of the first; any where there is none
+    arguments: list[Tensor | int]  # of SEGMENTS matrices: output, planes, width
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of SEGMENTS matrices."""
+        return self.types + ["none"] * (SEGMENTS - len(self.types))
+
+    def tiles(self, dense: bool, outputs: int) -> int:
+        """Tiles of so many outputs in the matrices that are dense, or in those that are not."""
+        pairs = zip(self.widths, self.types, strict=True)
+        return sum(triton.cdiv(width, outputs) for width, type in pairs if (type == "dense") == dense)
+
+
+def line_up(x: Tensor, weights: Sequence[Packed | Tensor], residual: Tensor | None) -> Lineup:
+    widths = [weight.shape[0] if isinstance(weight, Tensor) else weight.rows for weight in weights]
+    types = ["dense" if isinstance(weight, Tensor) else weight.type for weight in weights]
+    dtypes = [x.dtype if residual is None else residual.dtype] + [x.dtype] * (len(weights) - 1)
+    outs = [torch.empty(len(x), n, dtype=dtype, device=x.device) for n, dtype in zip(widths, dtypes, strict=True)]
+    arguments: list[Tensor | int] = []
+    for weight, out, width in zip(weights, outs, widths, strict=True):
+        arguments += [out, *planes_of(weight), width]
+    arguments += arguments[:6] * (SEGMENTS - len(weights))  # of absent matrices, never read
+    return Lineup(widths, types, outs, outs[0] if residual is None else residual, arguments)
+
+
+def readable(x: Tensor) -> Tensor:
+    """x as the kernels read it: rows of values side by side, on 8-byte edges."""
+    return x if x.stride(1) == 1 and x.stride(0) % 4 == 0 else x.contiguous()
+
+
 def multiply(
     x: Tensor, weights: Sequence[Packed | Tensor], residual: Tensor | None = None, config: FewConfig | None = None
 ) -> list[Tensor]:
@@ -206,33 +243,22 @@ def multiply(
     A tensor is a matrix of bfloat16 values; such programs take long, and should stand first.
     """
     rows, columns = x.shape
-    widths = [weight.shape[0] if isinstance(weight, Tensor) else weight.rows for weight in weights]
-    types = ["dense" if isinstance(weight, Tensor) else weight.type for weight in weights]
-    config = config or few_config(sum(widths), columns, rows, six_bits="Q6_K" in types)
-    x = x if x.stride(1) == 1 and x.stride(0) % 4 == 0 else x.contiguous()
-    dtypes = [x.dtype if residual is None else residual.dtype] + [x.dtype] * (len(weights) - 1)
-    outs = [torch.empty(rows, n, dtype=dtype, device=x.device) for n, dtype in zip(widths, dtypes, strict=True)]
-    arguments: list[Tensor | int] = []
-    for weight, out, width in zip(weights, outs, widths, strict=True):
-        arguments += [out, *planes_of(weight), width]
-    arguments += arguments[:6] * (SEGMENTS - len(weights))  # of absent matrices, never read
-    programs = sum(
-        triton.cdiv(n, 16 if type == "dense" else 16 * config.tiles) for n, type in zip(widths, types, strict=True)
-    )
-    types += ["none"] * (SEGMENTS - len(weights))
+    x, line = readable(x), line_up(x, weights, residual)
+    config = config or few_config(sum(line.widths), columns, rows, six_bits="Q6_K" in line.types)
+    programs = line.tiles(True, 16) + line.tiles(False, 16 * config.tiles)
     _products_kernel[(_programs(rows, config), programs)](
-        x, x.stride(0), rows, outs[0] if residual is None else residual, *arguments, columns, *types,
+        x, x.stride(0), rows, line.residual, *line.arguments, columns, *line.kinds,
         ADD=residual is not None, NT=config.eights, TILES=config.tiles, WARPS=config.warps, AHEAD=config.ahead,
-        num_warps=config.warps, num_stages=1, **starting(x.device, sum(widths) * columns),
+        num_warps=config.warps, num_stages=1, **starting(x.device, sum(line.widths) * columns),
     )  # fmt: skip
-    return outs
+    return line.outs
 
 
 def swiglu(x: Tensor, gate: Packed, up: Packed, config: FewConfig | None = None) -> Tensor:
     """silu(gate x) · (up x); both matrices of one type. More than eight rows are faster in `shares`."""
     rows, columns = x.shape
     config = config or few_config(gate.rows, columns, rows, paired=True, six_bits=gate.type == "Q6_K")
-    x = x if x.stride(1) == 1 and x.stride(0) % 4 == 0 else x.contiguous()
+    x = readable(x)
     out = torch.empty(rows, gate.rows, dtype=x.dtype, device=x.device)
     _gated_products_kernel[(_programs(rows, config), triton.cdiv(gate.rows, 16))](
         x, x.stride(0), rows, out, gate.rows, *planes_of(gate), *planes_of(up), columns, gate.type,

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rekindle.kernels.device import processors, starting_early
 from rekindle.kernels.matmul.arrivals import all_arrived, counters
-from rekindle.kernels.matmul.laid import Laid, lay_out, load_lifts, load_piece
+from rekindle.kernels.matmul.laid import Laid, lay_out, load_lifts, load_piece, over_columns
 from rekindle.kernels.matmul.mma import (
     block_products,
     dense_products,
@@ -31,7 +31,7 @@ from rekindle.kernels.matmul.mma import (
     store_tile,
     threads,
 )
-from rekindle.kernels.matmul.nvidia import SEGMENTS, planes_of
+from rekindle.kernels.matmul.nvidia import line_up, planes_of, readable
 from rekindle.kernels.matmul.tiles import bits_of, has_minimum
 from rekindle.kernels.matmul.types import Packed
 
@@ -204,18 +204,6 @@ def piece_products(
 
 
 @triton.jit
-def over_beside(acc, NT: tl.constexpr, ALONG: tl.constexpr, BESIDE: tl.constexpr):
-    """The shares of warps beside one another added up: four [NT, 32 · ALONG]."""
-    c0, c1, c2, c3 = acc
-    if BESIDE > 1:
-        quads = tl.join(tl.join(c0, c1), tl.join(c2, c3)).reshape(NT, BESIDE, ALONG * 128)
-        upper, lower = tl.split(tl.sum(quads, 1).reshape(NT, ALONG * 32, 2, 2))
-        c0, c1 = tl.split(upper)
-        c2, c3 = tl.split(lower)
-    return c0, c1, c2, c3
-
-
-@triton.jit
 def gated(acc, NT: tl.constexpr, PAIRS: tl.constexpr):
     """silu(gate) · up, where even warps hold gate and odd ones up: four [NT, 32 · PAIRS]."""
     c0, c1, c2, c3 = acc
@@ -299,7 +287,7 @@ def share_of_matrix(
             x_at, lifts_at, codes, high, scales, supers, tl.minimum(n, width - 1), tl.minimum(n + 8, width - 1),
             warp // ALONG, begin, end, COLUMNS, TYPE, BESIDE, EARLY,
         )  # fmt: skip
-        c0, c1, c2, c3 = over_beside(acc, NT, ALONG, BESIDE)
+        c0, c1, c2, c3 = over_columns(acc, NT, ALONG, BESIDE)
         complete = (begin == 0) & (end == groups)
         if not complete:
             save(quads_at + (2 * program + (begin == 0).to(tl.int32)) * (4 * SIZE), (c0, c1, c2, c3), SIZE)
@@ -433,35 +421,25 @@ def multiply(
     A tensor is a matrix of bfloat16 values.
     """
     rows, columns = x.shape
-    x = x if x.stride(1) == 1 and x.stride(0) % 4 == 0 else x.contiguous()
+    x, line = readable(x), line_up(x, weights, residual)
     laid = lay_out(x)
-    widths = [weight.shape[0] if isinstance(weight, Tensor) else weight.rows for weight in weights]
-    types = ["dense" if isinstance(weight, Tensor) else weight.type for weight in weights]
     form = form or (UP_TO_16 if laid.eights <= 2 else UP_TO_32)
-    dtypes = [x.dtype if residual is None else residual.dtype] + [x.dtype] * (len(weights) - 1)
-    outs = [torch.empty(rows, n, dtype=dtype, device=x.device) for n, dtype in zip(widths, dtypes, strict=True)]
-    arguments: list[Tensor | int] = []
-    for weight, out, width in zip(weights, outs, widths, strict=True):
-        arguments += [out, *planes_of(weight), width]
-    arguments += arguments[:6] * (SEGMENTS - len(weights))  # of absent matrices, never read
-    dense = sum(triton.cdiv(n, 16) for n, type in zip(widths, types, strict=True) if type == "dense")
-    blocks = sum(triton.cdiv(n, 16 * form.along) for n, type in zip(widths, types, strict=True) if type != "dense")
-    units = blocks * (columns // 128)
+    dense = line.tiles(True, 16)
+    units = line.tiles(False, 16 * form.along) * (columns // 128)
     programs = _programs(units, form, x.device, dense)
-    types += ["none"] * (SEGMENTS - len(weights))
     _shares_kernel[(dense + programs,)](
-        x, x.stride(0), laid.values, laid.whole, laid.halves, rows, outs[0] if residual is None else residual,
-        _partials(programs, laid, form), counters(x.device), dense, units, *arguments, columns, *types,
+        x, x.stride(0), laid.values, laid.whole, laid.halves, rows, line.residual,
+        _partials(programs, laid, form), counters(x.device), dense, units, *line.arguments, columns, *line.kinds,
         ADD=residual is not None, NT=laid.eights, ALONG=form.along, BESIDE=form.beside,
         num_warps=form.warps, num_stages=1, maxnreg=form.registers, **starting_early(x.device),
     )  # fmt: skip
-    return outs
+    return line.outs
 
 
 def swiglu(x: Tensor, gate: Packed, up: Packed, form: ShareForm | None = None) -> Tensor:
     """silu(gate x) · (up x); both matrices of one type."""
     rows, columns = x.shape
-    laid = lay_out(x if x.stride(1) == 1 and x.stride(0) % 4 == 0 else x.contiguous())
+    laid = lay_out(readable(x))
     form = form or PAIRED
     out = torch.empty(rows, gate.rows, dtype=x.dtype, device=x.device)
     units = triton.cdiv(gate.rows, 8 * form.along) * (columns // 128)

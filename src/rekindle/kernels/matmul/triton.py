@@ -23,6 +23,7 @@ from rekindle.kernels.device import starting_early, stream_of
 from rekindle.kernels.matmul import laid, mma, nvidia, shares
 from rekindle.kernels.matmul.arrivals import all_arrived, counters
 from rekindle.kernels.matmul.dense import product
+from rekindle.kernels.matmul.nvidia import SEGMENTS
 from rekindle.kernels.matmul.tiles import block_numbers, dot_blocks, dot_pair, load_weights
 from rekindle.kernels.matmul.types import Matrix, Packed
 
@@ -30,7 +31,6 @@ T = TypeVar("T")
 
 MANY_ROWS = 128  # from here on a matrix is expanded whole
 SCRATCH = 1 << 28  # weights of the largest expanded slab: 512 MiB in 16 bits
-SEGMENTS = 4  # matrices of one launch
 JOINING_ROWS = 256  # of a dense matrix that goes in the launch of quantised ones
 ENOUGH_WARPS = 2048  # in flight, to keep the memory of a large card busy
 
