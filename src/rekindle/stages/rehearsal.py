@@ -33,8 +33,8 @@ def rehearse(stage: LocalStage) -> Iterator[str]:
             yield _decode(stage, rows)
     yield from _blocks(stage, 0)
     yield from _blocks(stage, BEHIND)
-    for rows in {1, stage.slots - 1} - {0}:
-        yield _mixed(stage, rows)
+    for beside in sorted({1, stage.slots - 1}) if stage.slots > 1 else ():
+        yield _mixed(stage, beside)
 
 
 def _chunk(stage: LocalStage, rows: int) -> str:
