@@ -13,6 +13,8 @@ RekindleError                  show its message to the user; the base of all
 ├── CopyFailed                 state that was captured did not reach host memory; it is not published
 ├── StageLost                  a shard died or missed its deadline                             → 503
 ├── CrewLost                   CPU threads for cold experts do not answer; needs a restart    → 503
+├── BadLogits                  the model gave no numbers: damaged weights, or a device at fault  → 500
+├── Stopping                   the server was told to stop                                     → 503
 ├── LinkRefused                the two ends of a link do not agree, or a key is not allowed
 └── BadFrame                   a frame lies about its sizes or kinds
 """
@@ -74,6 +76,14 @@ class StageLost(RekindleError):
 
 class CrewLost(RekindleError):
     """The CPU threads that compute cold experts do not answer. Nothing brings them back but a restart."""
+
+
+class BadLogits(RekindleError):
+    """What the model gave are no numbers, so there is no token to draw."""
+
+
+class Stopping(RekindleError):
+    """The server was told to stop: it takes nothing more and ends what it has."""
 
 
 class LinkRefused(RekindleError):

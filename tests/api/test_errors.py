@@ -171,7 +171,7 @@ def test_an_unforeseen_error_is_told_by_an_id_that_the_log_explains(house, caplo
     assert "secret" in caplog.text
 
 
-@pytest.mark.parametrize(("mark", "code"), [("[lost]", "stage_lost"), ("[ended]", "stage_lost"), ("[bug]", None)])
+@pytest.mark.parametrize(("mark", "code"), [("[lost]", "stage_lost"), ("[ended]", "stopping"), ("[bug]", None)])
 def test_an_error_in_an_open_stream_is_an_event_and_then_done(house, mark, code):
     body = {"messages": [{"role": "user", "content": f"{mark} say(abcdef)"}], "stream": True}
     response = httpx.post(house.url + "/v1/chat/completions", json=body)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from rekindle.build import build_engine
+from rekindle.build import build_engine, make_machine
+from rekindle.cli import app
+from rekindle.cli.generate import told_apart
 from rekindle.cli.serve import _listen
 from rekindle.config import Config
 from rekindle.errors import BadConfig
@@ -22,3 +26,38 @@ def test_a_cache_folder_that_cannot_be_made_is_refused_before_the_model_is_opene
     file.write_text("not a folder")
     with pytest.raises(BadConfig, match=r"--cache-dir .*notes.txt is no folder and cannot be made"):
         build_engine(Config(model=tmp_path / "absent.gguf", cache_dir=file))
+
+
+@pytest.mark.parametrize(
+    ("devices", "says"),
+    [
+        ("cpu", "--vram is 4.0 GiB, but there is no GPU among the devices: cpu"),
+        ("cuda:7", "--devices names cuda:7, this machine has . such devices"),
+    ],
+)
+def test_vram_of_a_gpu_that_is_not_there_is_refused(devices: str, says: str) -> None:
+    with pytest.raises(BadConfig, match=says):
+        make_machine([devices], 4 << 30, 8 << 30)
+
+
+def test_a_plan_with_vram_needs_no_gpu_but_a_device_to_give_it_to(golden: Path) -> None:
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(app, ["plan", str(golden / "tiny-qwen35-Q4_K_M.gguf"), "--vram", "4GiB", *arguments])
+
+    assert "cuda:0" in run().output
+    assert "cuda:7" in run("--devices", "cuda:7,cpu").output
+    assert "--vram is 4.0 GiB, but there is no GPU among the devices: cpu" in str(run("--devices", "cpu").exception)
+
+
+@pytest.mark.parametrize("name", ["nosuch.gguf", "models/nosuch", "~/nosuch"])
+def test_a_model_that_is_not_there_is_never_taken_for_a_prompt(name: str) -> None:
+    result = CliRunner().invoke(app, ["generate", name])
+    assert isinstance(result.exception, BadConfig)
+    assert f"there is no file {name}" in str(result.exception)
+
+
+@pytest.mark.parametrize("prompt", ["What does a // b do?", "Hello", "long " * 1000])
+def test_a_single_argument_that_is_no_file_is_the_prompt_as_it_was_written(prompt: str) -> None:
+    assert told_apart(prompt, None) == (None, prompt)
+    assert told_apart("nosuch.gguf", prompt) == (Path("nosuch.gguf"), prompt)
+    assert told_apart(None, None) == (None, None)

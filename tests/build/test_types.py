@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from rekindle.build.engine import _sizes
 from rekindle.cli import app
 from rekindle.config import Config
 from rekindle.errors import BadConfig
+from rekindle.models import load_span
 from rekindle.placement import Device, Machine
+from rekindle.placement.units import gib
 from rekindle.weights import TensorInfo
 
 GPU, GIB = ["cuda:0"], 1 << 30
@@ -86,3 +88,33 @@ def test_the_plan_counts_float16_weights_as_a_gpu_keeps_them(golden: Path) -> No
     plan = plan_model(Config(sequences=1, context=1024), model, Machine((Device("cuda:0", "cuda", 4 * GIB),), GIB))
     assert (plan.wishes.kv_type, plan.wishes.compute_bytes) == ("f16", 4)
     assert plan.stage(0).bytes_of("head") == on_gpu.head
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif is_dataclass(value):
+        for each in fields(value):
+            if each.name != "frequencies":  # made by the code, not a weight
+                yield from _tensors(getattr(value, each.name))
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen35-Q4_K_M", "tiny-qwen35moe-Q4_K_M"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_cpu_the_plan_counts_what_loading_takes_and_says_what_weights_become(
+    golden: Path, name: str, dtype: str
+) -> None:
+    model, cpu = open_model(golden / f"{name}.gguf"), Device("cpu", "cpu", 4 * GIB, host=True)
+    plan = plan_model(Config(sequences=1, context=1024, dtype=dtype), model, Machine((cpu,), 8 * GIB))
+    loaded = load_span(model.file, model.spec.whole, torch.device("cpu"), getattr(torch, dtype))
+    taken = sum(tensor.nbytes for tensor in _tensors((loaded.layers, loaded.head)))
+    names = ("mixers", "dense ffn", "routers and shared experts", "hot experts", "final norm", "head")
+    assert sum(map(plan.stage(0).bytes_of, names)) == taken
+    assert any(f"weights become {dtype} on a CPU, {gib(taken)} instead of " in reason for reason in plan.reasons)
+    (mapped,) = (item.bytes for item in plan.host_items if item.name == "embedding rows (mapped)")
+    assert mapped == model.file.tensors["token_embd.weight"].nbytes
+    on_gpu = plan_model(Config(sequences=1, context=1024), model, Machine((Device("cuda:0", "cuda", 4 * GIB),), GIB))
+    assert not any("weights become" in reason for reason in on_gpu.reasons)

@@ -39,6 +39,10 @@ class Server:
                 self._ready.set()
         self._ready.set()
 
+    def finish_reading(self) -> None:
+        """After the end of the process: all that it said is in `output`."""
+        self._reader.join(60)
+
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60)
 

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from rekindle.bench.replay import (
+    Row,
     Seen,
     Sizes,
+    Total,
     edited,
     growing,
     own_session,
@@ -25,12 +28,24 @@ from rekindle.bench.replay import (
     without_thinking,
 )
 from rekindle.cli import app
+from rekindle.cli.replay import _show, _summary
 from rekindle.errors import BadConfig, RekindleError
 
 
 def rekindle(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from rekindle.cli import main; main()", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_the_tables_fit_a_line_of_80(capsys: pytest.CaptureFixture[str]) -> None:
+    row = Row("a" * 12, 99, True, 999_999, 999_999, 999_999, 999_999, 999_999, 999_999.0, None)
+    _show(row)
+    Console(width=80).print(_summary([Total("a" * 12, True, 1.01, [row] * 9, 9_999_999)]))
+    said = capsys.readouterr().out
+    assert max(len(line.rstrip()) for line in said.splitlines()) <= 80
+    assert "…" not in said
+    for cell in ("999,999 ms", "8,999,991", "1.000", "1.01", "1.111"):
+        assert cell in said
 
 
 def test_computed_tokens_are_those_never_seen_before_also_across_restarts(golden: Path) -> None:

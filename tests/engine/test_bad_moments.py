@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Event, Failed, Finished, PromptLogprobs, Request, Sampling, Token
-from rekindle.errors import StageLost
+from rekindle.errors import BadLogits, StageLost
 from rekindle.prefix import PrefixCache
 from rekindle.prompt import Prompt
 from rekindle.snapshots.types import KvPart
@@ -186,3 +187,41 @@ def test_background_work_never_shares_a_batch_with_an_answer(make_tiny: Any) -> 
     prepared.wait()
     engine.stop()
     assert not any(mixed)
+
+
+class Dazed:
+    """A stage whose logits are no numbers from its n-th forward on, for as long as it is dazed."""
+
+    def __init__(self, stage: Any, after: int) -> None:
+        self._stage, self._left, self.dazed = stage, after, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def forward(self, *arguments: Any) -> Any:
+        output = self._stage.forward(*arguments)
+        self._left -= 1
+        if self.dazed and self._left < 0 and output.logits is not None:
+            return replace(output, logits=torch.full_like(output.logits, torch.nan))
+        return output
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("after", [0, 3])  # the prompt's own forward; one in the middle of the answer
+def test_logits_that_are_no_numbers_end_the_answer_with_an_error_and_leave_nothing_behind(
+    make_tiny: Any, after: int, run_ahead: int
+) -> None:
+    healthy = engine_over(make_tiny("dense").stage(slots=1))
+    expected = Answer(healthy, prompt(1)).wait()
+    healthy.stop()
+    stage = Dazed(make_tiny("dense").stage(slots=1), after)
+    engine = engine_over(stage, run_ahead=run_ahead)
+    broken = Answer(engine, prompt(1))
+    assert broken.wait() == expected[:after], "no token that nobody has drawn"
+    failed = broken.events[-1]
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, BadLogits)
+    assert f"after {60 + after} tokens" in str(failed.error)
+    stage.dazed = False
+    assert Answer(engine, prompt(1)).wait() == expected, "what was broken is not restored"
+    engine.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ PROMPTS = [
 
 
 class Paper:
-    """A local stage whose crew is lost in one forward: that gives NaN, as the kernels do, and the next raise."""
+    """A local stage whose crew is lost in one forward: that gives NaN, as the kernels do, and what follows raises."""
 
     def __init__(self, stage: LocalStage, healthy: int) -> None:
         self._stage = stage
@@ -33,6 +34,13 @@ class Paper:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
+
+    def work(self) -> Counter[str]:
+        return self._stage.work()
+
+    def settle(self) -> None:
+        if self.forwards > self._healthy:
+            raise CrewLost("the threads did not answer")
 
     def forward(self, batch: Batch, *rest: Any) -> StageOutput:
         self.forwards += 1

@@ -29,6 +29,7 @@ from rekindle.placement.reserve import rewind_bytes, state_bytes, window_bytes
 from rekindle.placement.shapes import known_tensors
 from rekindle.placement.show import BAR, bar
 from rekindle.placement.table import cold_expert_table
+from rekindle.placement.units import gib
 from rekindle.spec import PAGE
 
 from .paper import GIB, KIB, MIB, cpu, dense, gpu, moe, one_gpu
@@ -119,7 +120,7 @@ def test_sizes_come_from_a_header() -> None:
     assert sizes.embedding + sizes.head + sizes.norms + sum(layer.total for layer in sizes.layers) == sum(
         nbytes for _, nbytes in tensors.values()
     )
-    assert sizes.widest == 248_320 * 2048
+    assert sizes.widest == 2 * 256 * 512 * 2048  # gate and up of a layer's experts, more than the head
 
 
 def test_fused_expert_stacks_weigh_the_same() -> None:
@@ -373,12 +374,24 @@ def test_alternatives_help_when_the_wish_does_not_fit() -> None:
 
 def test_a_plan_is_shown_whole() -> None:
     plan = plan_of("35B-A3B", "Q4_K_M", 20, Wishes(131_072, sequences=2))
-    text = show_plan(plan)
+    text = " ".join(show_plan(plan).split())
     for item in (*plan.stage(0).items, *plan.host_items):
         assert item.name in text
     for other in plan.alternatives:
         assert other.changes in text
     assert "or else" in text
+
+
+def test_many_devices_are_shown_below_each_other_where_the_line_is_short() -> None:
+    spec, sizes = dense()
+    machine = Machine(tuple(gpu(GIB, f"cuda:{i}") for i in range(8)), 8 * GIB)
+    plan = make_plan(machine, spec, sizes, Wishes(4096))
+    narrow, wide = show_plan(plan, 80), show_plan(plan, 200)
+    assert max(map(len, narrow.splitlines())) <= 80
+    for stage in plan.stages:  # every cell of the wide table is in the narrow one
+        assert narrow.count(str(stage.span)) == wide.count(str(stage.span)) == 2  # in the table and in the reasons
+        assert narrow.count(gib(stage.total)) == wide.count(gib(stage.total))
+    assert (narrow.count("\nlayers "), wide.count("\nlayers ")) == (2, 1)
 
 
 def test_the_bar_is_to_scale() -> None:

@@ -84,9 +84,14 @@ def test_an_explicit_pool_stays_as_asked_until_full_kv_fits() -> None:
     assert plan_with(512 * MIB, asked).stage(0).pool_tokens == 131_072
 
 
-def test_sparse_mode_caps_the_pool_for_speed() -> None:
-    plan = plan_with(256 * MIB + 100 * MIB, replace(WISHES, kv_mode="sparse"))
-    assert plan.stage(0).pool_pages == POOL_TARGET
+def test_a_sparse_pool_is_the_largest_power_of_two_that_fits_and_the_plan_says_so() -> None:
+    """A start with a little more or less memory has the same pool, and so the same snapshots."""
+    sparse = replace(WISHES, kv_mode="sparse")
+    for room, tokens in ((100, 32_768), (127, 32_768), (128, 65_536), (160, 65_536), (256, 131_072)):
+        plan = plan_with(256 * MIB + room * MIB, sparse)
+        assert plan.stage(0).pool_tokens == tokens, f"{room} MiB hold {room * MIB // KV:,} tokens"
+        assert ("power of two" in plan.reasons[0]) == (tokens < 131_072)
+    assert "power of two" not in plan_with(256 * MIB + 100 * MIB, replace(sparse, pool=8192)).reasons[0]
 
 
 def test_the_floor_of_used_experts_comes_first() -> None:

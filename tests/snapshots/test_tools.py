@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from rekindle.cli.cache import list_command
 from rekindle.errors import BadConfig, BadSnapshotFile
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots import tools
+from rekindle.snapshots.about import About, describe, strangers
 from rekindle.snapshots.disk import DiskStore
 
 LENGTHS = (40, 100, 200)
@@ -119,3 +123,45 @@ def test_a_folder_without_snapshots_is_told_apart_from_the_right_one(
     assert "no snapshots" in (said := capsys.readouterr().out) and "--cache-dir" in said
     with pytest.raises(BadConfig, match="--cache-dir"):
         list_command(tmp_path / "missing")
+
+
+def fill(directory: Path, fingerprint: str, about: About, count: int, used: float = 0.0) -> DiskStore:
+    store, model = DiskStore(directory, fingerprint, 1 << 30), PaperModel()
+    describe(store, about)
+    for n in range(count):
+        id = store.save(model.snapshot(tokens(70 + n)), BoundaryKind.MESSAGE, "c" * 32).id
+        os.utime(store.folder / "manifests" / f"{id}.json", (used, used))
+    store.close()
+    return store
+
+
+def test_what_lies_beside_a_store_is_told_by_what_differs(tmp_path: Path) -> None:
+    here = {"model": "a", "KV": "f32", "KV mode": "exact"}
+    fill(tmp_path, "1" * 64, {**here, "KV": "q8"}, 1)
+    fill(tmp_path, "2" * 64, {"model": "b", "KV": "f32", "KV mode": "exact"}, 3)
+    store = fill(tmp_path, "3" * 64, here, 5)
+    assert [(each.count, each.differs) for each in strangers(tmp_path, store, here)] == [
+        (3, "model b (here a)"),
+        (1, "KV q8 (here f32)"),
+    ]
+    (tmp_path / ("2" * 16) / "about.json").write_text("no json")
+    assert "nothing in their folder says which" in strangers(tmp_path, store, here)[0].differs
+    assert len(tools.list_snapshots(tmp_path)) == 9, "all of them are listed"
+
+
+def test_a_list_names_the_settings_and_fits_a_line_of_80(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the widest numbers there are."""
+    monkeypatch.setenv("COLUMNS", "80")
+    fill(tmp_path, "1" * 64, {"model": "a-model-with-a-long-name-Q4_K_M", "KV": "q8"}, 2, time.time() - 3599)
+    listed = tools.list_snapshots(tmp_path)
+    wide = [replace(info, position=1 << 20, own_bytes=(1 << 30) - 1, total_bytes=(1 << 30) - 1) for info in listed]
+    monkeypatch.setattr("rekindle.cli.cache.list_snapshots", lambda directory: wide)
+    list_command(tmp_path)
+    said = capsys.readouterr().out
+    assert max(len(line.rstrip()) for line in said.splitlines()) <= 80
+    assert "model a-model-with-a-long-name-Q4_K_M, KV q8:" in said
+    for cell in ("1,048,576", "message", "59 min ago", "1024.0 MiB", *(info.id[:10] for info in listed)):
+        assert cell in said
+    assert "…" not in said

@@ -212,8 +212,12 @@ def test_a_single_row_of_prefill_that_wants_no_logits_gets_none(make_tiny: Any) 
 
 def test_tokens_drawn_ahead_enter_a_recorded_step(make_tiny: Any) -> None:
     stage, plain, _ = pair(make_tiny)
-    drawn = torch.tensor([7, 8, 9])
-    for rows, sources, tokens in [((0, 1), (0, 1), (7, 8)), ((1, 0), (2, 0), (7, 9))]:
+    for drawn, rows, sources, tokens in [
+        ((7, 8, 9), (0, 1), (0, 1), (7, 8)),
+        ((7, 8, 9), (1, 0), (2, 0), (7, 9)),
+        ((-1, 8, 9), (0, 1), (0, 1), (0, 8)),  # where none could be drawn any will do that there is
+        ((-1, 8, 9), (1, 0), (1, 0), (0, 8)),
+    ]:
         for s in (stage, plain):
             s.open(0)
             s.open(1)
@@ -224,7 +228,7 @@ def test_tokens_drawn_ahead_enter_a_recorded_step(make_tiny: Any) -> None:
         for s in (stage, plain):
             s.open(0)
             s.open(1)
-            logits = s.forward(ahead, None, Ahead(drawn, rows, sources)).logits
+            logits = s.forward(ahead, None, Ahead(torch.tensor(drawn), rows, sources)).logits
             assert logits is not None
             assert torch.equal(logits, expected)
 

@@ -10,7 +10,16 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from rekindle.errors import BadRequest, CrewLost, PromptTooLong, QueueFull, RekindleError, StageLost
+from rekindle.errors import (
+    BadLogits,
+    BadRequest,
+    CrewLost,
+    PromptTooLong,
+    QueueFull,
+    RekindleError,
+    StageLost,
+    Stopping,
+)
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +79,10 @@ def fault_of(error: Exception) -> Fault:
             return Fault(503, message, "server_error", code="stage_lost")
         case CrewLost():
             return Fault(503, message, "server_error", code="crew_lost")
+        case BadLogits():
+            return Fault(500, message, "server_error", code="bad_logits")
+        case Stopping():
+            return Fault(503, message, "server_error", code="stopping")
         case HTTPException():  # starlette's own: unknown path, wrong method
             return Fault(error.status_code, error.detail, "invalid_request_error", headers=dict(error.headers or {}))
     error_id = uuid.uuid4().hex[:12]

@@ -28,7 +28,7 @@ from rekindle.engine.types import (
     Token,
     TokenLogprob,
 )
-from rekindle.errors import BadRequest, PromptTooLong, StageLost
+from rekindle.errors import BadRequest, PromptTooLong, Stopping
 from rekindle.prompt import Prompt
 
 log = logging.getLogger("rekindle.api")
@@ -262,7 +262,7 @@ def _raise_failure(letters: Sequence[Letter]) -> None:
         if isinstance(letter.event, Failed):
             raise letter.event.error
         if isinstance(letter.event, Finished) and letter.event.reason is FinishReason.CANCELLED:
-            raise StageLost("the engine ended this answer before it was complete")
+            raise Stopping("the server is stopping and ended this answer before it was complete")
 
 
 def _cache(cache: CacheReport, text: TextPort) -> dict[str, Any]:

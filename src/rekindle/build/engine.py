@@ -28,6 +28,7 @@ from rekindle.kernels.matmul.packing import packed_bytes
 from rekindle.placement import Machine, Plan, Sizes, Wishes, make_plan, parse_split, sizes_from_tensors
 from rekindle.pool.choice import LEAD
 from rekindle.prefix import PrefixCache, check_budget
+from rekindle.snapshots.about import About, describe, strangers
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.files import make_folder
 from rekindle.snapshots.slabs import Slabs
@@ -70,9 +71,18 @@ class Built:
         """Where requests go."""
         return self.router or self.engine
 
+    @property
+    def _engines(self) -> tuple[Engine, ...]:
+        return self.router.replicas if self.router is not None else (self.engine,)
+
+    def end_requests(self) -> None:
+        """Every request gets its last event after the step under way; new ones are refused. Waits for nothing."""
+        for engine in self._engines:
+            engine.end_requests()
+
     def stop(self) -> None:
         """End every request, then save what the next start should know."""
-        for engine in self.router.replicas if self.router is not None else (self.engine,):
+        for engine in self._engines:
             engine.stop()
         if self.hosts is not None:
             self.hosts.stop()
@@ -108,8 +118,8 @@ def _hosts(config: Config) -> Shards | RayHosts | None:
     """Whoever hosts stages outside this process."""
     if config.ray is None:
         return Shards(config) if config.shards else None
-    if config.shards or config.devices != ("auto",):
-        raise BadConfig("--ray takes the devices of its nodes; leave out --devices and --shard")
+    if config.shards or config.devices != ("auto",) or config.vram is not None:
+        raise BadConfig("--ray takes the devices of its nodes; leave out --devices, --shard and --vram")
     if importlib.util.find_spec("ray") is None:
         raise BadConfig("--ray needs Ray, which is not installed: pip install 'rekindle[ray]'")
     from rekindle.build.ray import RayHosts  # half a second and 79 MB that only this option needs
@@ -263,7 +273,9 @@ def _sizes(model: Model, dtype: torch.dtype) -> Sizes:
         loaded = {name: (info.shape, size(info, expanded)) for name, info in model.file.tensors.items()}
         return sizes_from_tensors(model.spec, loaded)
 
-    return replace(sizes(expanded=False), expanded=sizes(expanded=True))
+    on_gpu, on_cpu = sizes(expanded=False), sizes(expanded=True)
+    mapped = model.file.tensors["token_embd.weight"].nbytes  # a CPU expands the rows it needs
+    return replace(on_gpu, expanded=replace(on_cpu, embedding=mapped))
 
 
 def _grid(config: Config, names: list[str]) -> int:
@@ -279,6 +291,7 @@ def _prefix_cache(config: Config, model: Model, plan: Plan, ram: int, slabs: lis
         disk = DiskStore(
             config.cache_dir, _state_identity(model, plan), config.cache_disk, slabs=slabs[0] if slabs else None
         )
+        _say_what_is_there(config.cache_dir, disk, _about(model, plan))
     fixed = _fixed_snapshot_bytes(plan)
     if ram < config.cache_ram // config.replicas * config.replicas:
         log.warning("snapshots get %s of RAM, --cache-ram is %s", show_bytes(ram), show_bytes(config.cache_ram))
@@ -286,6 +299,30 @@ def _prefix_cache(config: Config, model: Model, plan: Plan, ram: int, slabs: lis
         log.warning("%s", warning)
     log.info("one snapshot takes %s beside its pages", show_bytes(fixed))
     return SharedPrefixes(ram, disk, slabs, config.replicas)
+
+
+def _say_what_is_there(folder: Path, disk: DiskStore, about: About) -> None:
+    """A folder filled under another setting looks empty; say what it was."""
+    describe(disk, about)
+    if not len(disk):
+        for found in strangers(folder, disk, about):
+            log.info("%d snapshots in %s are of another model or setting: %s", found.count, folder, found.differs)
+
+
+def _about(model: Model, plan: Plan) -> About:
+    """`_state_identity` in words."""
+    wishes = plan.wishes
+    mode = "exact"
+    if wishes.kv_mode == "sparse":
+        pools = " and ".join(f"{stage.pool_tokens:,} tokens for layers {stage.span}" for stage in plan.stages)
+        mode = f"sparse, policy {wishes.kv_policy}, chunks of {wishes.chunk}, pool of {pools}"
+    return {
+        "model": model.name,
+        "weights": model.file.fingerprint()[:12],
+        "KV": wishes.kv_type,
+        "activations": next(name for name, dtype in DTYPES.items() if dtype.itemsize == wishes.compute_bytes),
+        "KV mode": mode,
+    }
 
 
 def _state_identity(model: Model, plan: Plan) -> str:

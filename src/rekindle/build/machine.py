@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from rekindle.config import ShardSetting
+from rekindle.config import ShardSetting, show_bytes
 from rekindle.errors import BadConfig
 from rekindle.placement import Device, Machine
 
@@ -50,6 +50,7 @@ def make_machine(
     ram = ram or int(available_ram() * RAM_SHARE)
     by_name = {shard.name: shard for shard in shards}
     _check_shards(names, by_name)
+    check_vram(vram, names)
     homes = [(device_of(name), by_name.get(shard_of(name))) for name in names]
     here = [shard for device, shard in homes if device == "cpu" and (shard is None or not is_elsewhere(shard))]
     given = [shard.memory for shard in here if shard is not None and shard.memory is not None]
@@ -86,6 +87,12 @@ def _check_shards(names: Sequence[str], shards: Mapping[str, ShardSetting]) -> N
             raise BadConfig(f"--devices: '{name}' lies in the shard '{shard_of(name)}', --shard gives {known}")
 
 
+def check_vram(vram: int | None, names: Sequence[str]) -> None:
+    """A budget for GPUs is for somebody."""
+    if vram is not None and all(device_of(name) == "cpu" for name in names):
+        raise BadConfig(f"--vram is {show_bytes(vram)}, but there is no GPU among the devices: {', '.join(names)}")
+
+
 def _device(name: str, device: str, shard: ShardSetting | None, vram: int | None, ram: int, speed: float) -> Device:
     kind, _, index = device.partition(":")
     if device != "cpu" and (kind not in ("cuda", "hip") or not index.isdigit()):
@@ -97,7 +104,10 @@ def _device(name: str, device: str, shard: ShardSetting | None, vram: int | None
         raise BadConfig(f"--devices: how much of {name} may be used? Give --shard-memory {shard_of(name)}=16GiB")
     if device == "cpu":
         return Device(name, "cpu", ram, speed, host=True)
-    return Device(name, kind, vram or _free_vram(name, kind, int(index)), speed)
+    if vram is not None and shard is not None:
+        return Device(name, kind, vram, speed)  # perhaps one that only the shard's torch knows
+    free = _free_vram(name, kind, int(index))
+    return Device(name, kind, vram or free, speed)
 
 
 def _free_vram(name: str, kind: str, index: int) -> int:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from rekindle.config import parse_bytes, show_bytes
 from rekindle.errors import BadConfig
+from rekindle.snapshots.about import told
 from rekindle.snapshots.tools import (
     SnapshotInfo,
     export_chain,
@@ -28,7 +29,7 @@ app = typer.Typer(help="Snapshots on disk: list, show, verify, prune, export, im
 Folder = Annotated[Path, typer.Argument(help="The folder given to `rekindle serve --cache-dir`.")]
 Id = Annotated[str, typer.Argument(help="A snapshot's id, or the beginning of it.")]
 WHICH = "name the one that was given to `rekindle serve --cache-dir`"
-SHOWN = 12  # characters of an id in a list
+SHOWN = 10  # characters of an id in a list
 
 
 @app.command("list")
@@ -43,20 +44,37 @@ def list_command(
     if not found:
         print(f"no snapshots in {folder}; {WHICH}")
         return
-    table = Table("id", "model", "tokens", "kind", "conversation", "used", "own", "with pages", box=None)
-    for info in found:
+    out = Console()
+    for fingerprint in dict.fromkeys(info.fingerprint for info in found):
+        alike = [info for info in found if info.fingerprint == fingerprint]
+        about = told(alike[0].about) or f"{fingerprint[:SHOWN]}, of which nothing says what model and settings it was"
+        out.print(f"{about}:", highlight=False, markup=False)
+        out.print(_table(alike))
+    print(f"{len(found)} snapshots")
+
+
+def _table(alike: list[SnapshotInfo]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("id", "tokens", "kind", "conversation", "used", "own", "with pages"):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("id", "kind", "conversation") else "right")
+    for info in alike:
         table.add_row(
             info.id[:SHOWN],
-            info.fingerprint[:SHOWN],
             f"{info.position:,}",
             info.kind,
             (info.conversation or "")[:SHOWN],
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(info.used)),
+            _ago(time.time() - info.used),
             show_bytes(info.own_bytes),
             show_bytes(info.total_bytes),
         )
-    Console().print(table)
-    print(f"{len(found)} snapshots")
+    return table
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit} ago"
+    return "just now"
 
 
 @app.command("show")

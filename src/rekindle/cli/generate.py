@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,12 +14,15 @@ from rekindle.build import Built
 from rekindle.cli import options
 from rekindle.config import Config
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
+from rekindle.errors import BadConfig
 from rekindle.prompt import Prompt
 from rekindle.text import Detokenizer, boundaries_of_tokens
 
 
 def generate(
-    model: options.ModelPath = None,
+    model: Annotated[
+        str | None, typer.Argument(help="A GGUF file or a Hugging Face folder; the embedded model if left out.")
+    ] = None,
     prompt: Annotated[str | None, typer.Argument(help="What to say; read from standard input if left out.")] = None,
     raw: Annotated[bool, typer.Option(help="Continue the text instead of answering it as a message.")] = False,
     max_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 512,
@@ -32,12 +37,11 @@ def generate(
     threads: options.Threads = None,
 ) -> None:
     """Answer one prompt. A single argument that is no file is the prompt, for the embedded model."""
-    if prompt is None and model is not None and not model.exists():
-        model, prompt = None, str(model)
+    path, prompt = told_apart(model, prompt)
     text = prompt if prompt is not None else sys.stdin.read()
     built = options.load_with_progress(
         Config(
-            model=model,
+            model=path,
             devices=options.names(devices),
             split=split,
             context=context,
@@ -51,6 +55,15 @@ def generate(
         _answer(built, _prompt(built, text, raw), sampling, max_tokens)
     finally:
         built.stop()
+
+
+def told_apart(first: str | None, second: str | None) -> tuple[Path | None, str | None]:
+    """Model and prompt of one or two arguments. What looks like a file and is none is not taken for a prompt."""
+    if first is None or second is not None or os.path.exists(first):
+        return Path(first) if first is not None else None, second
+    if first.endswith(".gguf") or (os.sep in first and " " not in first):
+        raise BadConfig(f"there is no file {first}; if it is a prompt, name the model before it")
+    return None, first
 
 
 def _prompt(built: Built, text: str, raw: bool) -> Prompt:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Annotated
 
 import typer
 
-from rekindle.build import device_names, make_machine, open_model, plan_model
+from rekindle.build import check_vram, device_names, make_machine, open_model, plan_model
 from rekindle.cli import options
 from rekindle.config import Config, parse_bytes
 from rekindle.errors import BadConfig
@@ -53,13 +54,14 @@ def plan(
         cache_ram=parse_bytes(cache_ram, "--cache-ram"),
     )
     made = plan_model(config, open_model(model), _machine(config))
-    print(json.dumps(plan_as_json(made)) if as_json else show_plan(made))
+    print(json.dumps(plan_as_json(made)) if as_json else show_plan(made, shutil.get_terminal_size().columns))
 
 
 def _machine(config: Config) -> Machine:
     """The machine there is, or the one the user describes."""
     if config.vram is None:
         return make_machine(device_names(config.devices), None, config.ram)
+    check_vram(config.vram, config.devices)
     machine = make_machine(["cpu"], None, config.ram)
     imagined = [
         Device("cpu", "cpu", machine.ram, host=True) if name == "cpu" else Device(name, _kind(name), config.vram)

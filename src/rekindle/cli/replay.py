@@ -48,7 +48,7 @@ def replay(
     with _server(url, model, serve, api_key) as server:
         print(FORM.format(*COLUMNS))
         totals = run_replay(server, sizes, requests, only or (), _show)
-    Console(width=100).print(_summary(totals))
+    Console().print(_summary(totals))
     if url is not None:
         print("no conversation with a restart in its middle: the server is not ours to restart")
     print(json.dumps({"scale": scale, "conversations": [total.as_dict() for total in totals]}))
@@ -78,7 +78,7 @@ def _show(row: Row) -> None:
 
 
 def _summary(totals: list[Total]) -> Table:
-    head = ("conversation", "restart", "computed", "unseen", "ratio", "goal", "with background work")
+    head = ("conversation", "restart", "computed", "unseen", "ratio", "goal", "+ background")
     table = Table(*head, box=None, header_style="bold", title="\nprompt tokens computed ÷ never seen before")
     for total in totals:
         table.add_row(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -20,6 +24,8 @@ from rekindle.config import Config, parse_bytes, parse_shards
 from rekindle.errors import BadConfig
 
 log = logging.getLogger("rekindle")
+
+PATIENCE = 3.0  # seconds after the stop for clients that neither read their last event nor send the rest of a request
 
 
 def serve(
@@ -98,8 +104,7 @@ def serve(
         replicas=replicas,
         audit=audit,
     )
-    # uvicorn hands a SIGTERM on once it has stopped; without this the process would end before the engine has.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # while loading, what has started is stopped
     listener = _listen(host, port)
     built = options.load_with_progress(config)
     try:
@@ -117,9 +122,39 @@ def serve(
         address, port = listener.getsockname()[:2]
         listener.listen()  # from the greeting on, nobody is refused
         _greet(built, address, port, name or built.model.name, api_key is not None)
-        uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)).run(sockets=[listener])
+        _Server(uvicorn.Config(app, log_level="warning"), built).run(sockets=[listener])
     finally:
         built.stop()
+
+
+class _Server(uvicorn.Server):
+    """At the first signal the answers under way end, and it stops in good order; a second ends the process at once."""
+
+    def __init__(self, config: uvicorn.Config, built: Built) -> None:
+        super().__init__(config)
+        self._built = built
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn would hand each signal on once it has stopped, as the end of a process that still has to save."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        yield
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        for other in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(other, signal.SIG_DFL)
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        log.info("stopping: answers under way end here, snapshots are written; Ctrl-C again leaves at once")
+        self._built.end_requests()
+        asyncio.get_running_loop().call_later(PATIENCE, self._hang_up)
+        await super().shutdown(sockets)
+
+    def _hang_up(self) -> None:
+        for connection in self.server_state.connections:
+            connection.transport.abort()
 
 
 def _listen(host: str, port: int) -> socket.socket:

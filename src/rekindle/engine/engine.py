@@ -33,7 +33,16 @@ from rekindle.engine.types import (
     Started,
     Token,
 )
-from rekindle.errors import BadRequest, PoolFull, PromptTooLong, QueueFull, RekindleError, StageLost
+from rekindle.errors import (
+    BadLogits,
+    BadRequest,
+    PoolFull,
+    PromptTooLong,
+    QueueFull,
+    RekindleError,
+    StageLost,
+    Stopping,
+)
 from rekindle.prefix import PrefixCache
 from rekindle.prefix.cache import CacheStats
 from rekindle.prompt import BoundaryKind, Prompt
@@ -107,7 +116,7 @@ class Engine:
         sequence = self._make_sequence(request)
         with self._lock:
             if self._stopping:
-                raise QueueFull("the server is stopping")
+                raise Stopping("the server is stopping and takes no more requests")
             if self._waiting_count >= self.settings.queue:
                 raise QueueFull(f"{self._waiting_count} requests are waiting, the queue holds {self.settings.queue}")
             if self._broken is not None:
@@ -140,11 +149,15 @@ class Engine:
             broken=self._broken,
         )
 
-    def stop(self) -> None:
-        """End every request as cancelled, publish what is under way, and stop the thread."""
+    def end_requests(self) -> None:
+        """Take nothing more, and end every request as cancelled after the step under way. Waits for nothing."""
         with self._lock:
             self._stopping = True
             self._commands.put(None)
+
+    def stop(self) -> None:
+        """End every request, publish what is under way, and stop the thread."""
+        self.end_requests()
         self._thread.join()
         self._admission.stop()
         self.prefixes.close()
@@ -430,6 +443,9 @@ class Engine:
             self._take_token(sequence, int(token))
 
     def _take_token(self, sequence: Sequence, token: int) -> None:
+        if token < 0:
+            self._fail_for_logits(sequence)
+            return
         request = sequence.request
         if not sequence.first_token_at:
             sequence.first_token_at = time.monotonic()
@@ -524,6 +540,19 @@ class Engine:
                 if sequence.phase is not Phase.ENDING:
                     self._emit(sequence, Failed(error))
                 self._end_somehow(sequence)
+
+    def _fail_for_logits(self, sequence: Sequence) -> None:
+        """No token could be drawn; a stage may know why."""
+        error: Exception = BadLogits(
+            f"the logits after {len(sequence.tokens)} tokens are no numbers, so there is no token to draw: "
+            "the weights are damaged, or a device is at fault"
+        )
+        try:
+            self.pipeline.settle()
+        except RekindleError as known:
+            error = known
+        log.error("request %s failed: %s", sequence.request.id, error)
+        self._fail([sequence], error)
 
     def _end_somehow(self, sequence: Sequence) -> None:
         """End it even if its stage cannot be told: then the engine is broken, says so, and takes nothing more."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from rekindle.errors import DoesNotFit
 from rekindle.placement.buy import hot_of
 from rekindle.placement.place import Draft, Placer
+from rekindle.placement.reserve import Weigher, weight_bytes
 from rekindle.placement.types import Alternative, Machine, Plan, Sizes, StagePlan, Wishes
 from rekindle.placement.units import gib, plural
 from rekindle.spec import PAGE, ModelSpec
@@ -28,6 +29,8 @@ def _reasons(placer: Placer, plan: Plan) -> Iterator[str]:
         yield _pool_reason(placer, draft, stage)
         if stage.cold:
             yield _cold_reason(placer, draft, stage)
+        if stage.device.is_cpu:
+            yield from _type_reason(placer, stage)
     if plan.snapshot_ram < plan.wishes.cache_ram:
         yield (
             f"snapshots get {gib(plan.snapshot_ram)} of RAM, not the {gib(plan.wishes.cache_ram)} asked for: "
@@ -41,23 +44,36 @@ def _reasons(placer: Placer, plan: Plan) -> Iterator[str]:
 
 
 def _pool_reason(placer: Placer, draft: Draft, stage: StagePlan) -> str:
-    name, tokens = stage.device.name, f"{stage.pool_tokens:,}"
+    name, tokens = stage.device.name, f"{stage.pool_tokens:,} tokens"
     if not stage.page_bytes:
         return f"{name}: no attention layer, so no KV"
     if not stage.pool_is_on:
         asked = placer.wishes.pool
         needless = f"; --pool {asked:,} is not needed" if asked is not None and asked < stage.pool_tokens else ""
-        full = f"full KV ({tokens} tokens, all sequences together)"
+        full = f"full KV ({tokens}, all sequences together)"
         return f"{name}: everything fits with {full}, so nothing is paged out{needless}"
+    if placer.wishes.doubles_pool and not stage.cold and stage.pool_pages.bit_count() == 1:
+        tokens += " (the largest power of two that fits, so that the next start knows this one's snapshots)"
     more = gib((stage.full_pages - stage.pool_pages) * stage.page_bytes)
     hot = hot_with_full_kv(placer, draft)
     if hot is None:
-        return f"{name}: pool of {tokens} tokens, because full KV would take {more} more and not fit at all"
+        return f"{name}: pool of {tokens}, because full KV would take {more} more and not fit at all"
     gained = stage.hot_count - hot
     if gained > 0:
         kept = plural(gained, "more expert")
-        return f"{name}: pool of {tokens} tokens keeps {kept} hot; full KV would take {more} more"
-    return f"{name}: pool of {tokens} tokens; full KV would take {more} more"
+        return f"{name}: pool of {tokens} keeps {kept} hot; full KV would take {more} more"
+    return f"{name}: pool of {tokens}; full KV would take {more} more"
+
+
+def _type_reason(placer: Placer, stage: StagePlan) -> Iterator[str]:
+    """A CPU keeps no quantised weights."""
+    here, kept = (
+        weight_bytes(sizes, Weigher(placer.spec, sizes).weigh(stage.span), stage.span.stop == placer.spec.layers)
+        for sizes in (placer.sizes.on(stage.device), placer.sizes)
+    )
+    if here != kept:
+        dtype = {2: "bfloat16", 4: "float32"}[placer.wishes.compute_bytes]
+        yield f"{stage.device.name}: weights become {dtype} on a CPU, {gib(here)} instead of {gib(kept)} on a GPU"
 
 
 def _cold_reason(placer: Placer, draft: Draft, stage: StagePlan) -> str:

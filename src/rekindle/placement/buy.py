@@ -30,6 +30,7 @@ class Shelf:
     target: int  # pages that are worth as much as experts
     most: int  # pages beyond the target that help even if not every sequence fits
     full: int  # pages of every sequence at its limit
+    doubling: bool = False  # short of that, powers of two alone: a start with a little less memory has the same pool
 
     @property
     def expert_bytes(self) -> int:
@@ -71,7 +72,8 @@ def _last_pages(shelf: Shelf, room: int, pages: int) -> int:
     """Every expert is on the device; the rest is for pages."""
     if room >= (shelf.full - pages) * shelf.page_bytes:  # always so in a stage without attention
         return shelf.full - pages
-    return max(0, min(room // shelf.page_bytes, shelf.most - pages))
+    most = max(pages, min(pages + room // shelf.page_bytes, shelf.most))
+    return (max(pages, 1 << most.bit_length() - 1) if shelf.doubling else most) - pages
 
 
 def buying_order(spec: ModelSpec, layers: dict[int, LayerSizes], wishes: Wishes) -> tuple[int, ...]:

@@ -125,6 +125,7 @@ class Placer:
             target=self.target,
             most=self.most,
             full=self.wishes.full_pages,
+            doubling=self.wishes.doubles_pool,
         )
         return Draft(device, span, tuple(fixed), shelf, staging_bytes(routed))
 
@@ -287,10 +288,7 @@ def _pool_sizes(wishes: Wishes) -> tuple[int, int, int]:
             )
         asked = min(asked, full)
         return asked, asked, asked
-    target = min(full, max(least, POOL_TARGET))
-    if wishes.kv_mode == "sparse":  # every resident page is read at every token, so a larger pool is slower
-        return least, target, min(full, max(target, wishes.sequences * POOL_TARGET))
-    return least, target, full
+    return least, min(full, max(least, POOL_TARGET)), full
 
 
 def _check_budgets(drafts: list[Draft]) -> None:

@@ -26,7 +26,7 @@ F16, F32 = 2, 4
 RUNTIME = 256 * MIB  # driver context, loaded kernels, library workspaces of a GPU
 MARGIN_PART = 32  # the margin is this part of the budget …
 MARGIN_MOST = 512 * MIB  # … and never more than this
-EXPAND_MOST = 128 * MIB  # a larger quantised matrix is expanded in slices of rows
+EXPANDED = 1 << 28  # weights that are values at one time, as in the kernels: what is larger is expanded in slabs
 IN_FLIGHT = 2  # captures whose copies to the host are under way
 CAPTURED_PAGES = 64  # pages that captures set apart on a GPU until they are copied; a restore passes through as much
 SLAB = 16 * MIB  # a piece of pinned RAM
@@ -77,6 +77,12 @@ class Weigher:
 
     def weigh(self, span: Span) -> SpanWeights:
         return SpanWeights(*(sums[span.stop] - sums[span.start] for sums in self._sums))
+
+
+def weight_bytes(sizes: Sizes, weights: SpanWeights, last: bool) -> int:
+    """Of a stage, without the embedding."""
+    outer = sizes.norms + sizes.head if last else 0
+    return weights.mixers + weights.dense + weights.shared + weights.experts + outer
 
 
 def kv_token_bytes(spec: ModelSpec, kv_type: str) -> int:
@@ -188,7 +194,7 @@ def _work_items(
         Item("page keys", KEY_COPIES * KEYED_PAGES * keys if chooses_by_keys(wishes) else 0),
         Item("activations", rows * _row_bytes(spec, wishes.compute_bytes)),
         Item("logits", 2 * decode_rows * spec.vocab * F32 if last else 0),  # logits, and the sampler's copy
-        Item("expand scratch", min(sizes.widest * wishes.compute_bytes, EXPAND_MOST)),
+        Item("expand scratch", min(sizes.widest, EXPANDED) * wishes.compute_bytes),
         Item("attention partials", partials if has_attention else 0),
         Item("delta scratch", _delta_scratch(spec, rows) if has_delta else 0),
         Item("kernels and runtime", RUNTIME if gpu else 0),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from rekindle.placement.types import Item, Plan, StagePlan
 from rekindle.placement.units import gib
 from rekindle.spec import PAGE
 
-BAR = 64  # characters
+WIDTH = 80  # characters of a line …
+BAR = 64  # … and at most of a bar
 
 # letter, what it stands for, the items under it
 LEGEND: tuple[tuple[str, str, frozenset[str]], ...] = (
@@ -55,25 +57,33 @@ LEGEND: tuple[tuple[str, str, frozenset[str]], ...] = (
     ("M", "runtime and margin", frozenset({"kernels and runtime", "margin"})),
 )
 LEFT = "·"
+TIE = "\N{NO-BREAK SPACE}"
 
 
-def show_plan(plan: Plan) -> str:
-    """Table, picture, reasons and alternatives."""
+def show_plan(plan: Plan, width: int = WIDTH) -> str:
+    """Table, picture, reasons and alternatives, in lines of at most `width` characters."""
     wishes = plan.wishes
     head = (
         f"{plan.spec.name}: {wishes.sequences} × {wishes.context:,} tokens, {wishes.kv_type} KV, "
         f"{wishes.kv_mode} mode, RAM {gib(plan.machine.ram)}"
     )
-    blocks = [head, _table(plan), _picture(plan)]
+    blocks = [_folded(head, width), *_table(plan, width), _picture(plan, width)]
     if plan.reasons:
-        blocks.append("\n".join(["why", *(f"  {reason}" for reason in plan.reasons)]))
+        blocks.append("\n".join(["why", *(_folded(reason, width, 2) for reason in plan.reasons)]))
     if plan.alternatives:
-        lines = (f"  {other.name}: {other.changes}" for other in plan.alternatives)
+        lines = (_folded(f"{other.name}: {other.changes}", width, 2) for other in plan.alternatives)
         blocks.append("\n".join(["or else", *lines]))
     return "\n\n".join(blocks)
 
 
-def _table(plan: Plan) -> str:
+def _folded(text: str, width: int, indent: int = 0) -> str:
+    return textwrap.fill(
+        text, width, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2), break_on_hyphens=False
+    )
+
+
+def _table(plan: Plan, width: int) -> list[str]:
+    """One, or several below each other where the devices do not fit one line."""
     header = ["", *(stage.device.name for stage in plan.stages), "RAM"]
     rows = [["layers", *(str(stage.span) for stage in plan.stages), ""]]
     rows += [_item_row(name, plan) for name in _names(plan)]
@@ -81,7 +91,7 @@ def _table(plan: Plan) -> str:
     rows.append(["left", *(gib(stage.left) for stage in plan.stages), gib(plan.host_left)])
     rows.append(["experts hot / cold", *(f"{s.hot_count:,} / {s.cold:,}" for s in plan.stages), ""])
     rows.append(["KV tokens", *(f"{s.pool_tokens:,}" for s in plan.stages), f"{_host_tokens(plan):,}"])
-    return _align([header, *rows])
+    return _align([header, *rows], width)
 
 
 def _item_row(name: str, plan: Plan) -> list[str]:
@@ -100,24 +110,40 @@ def _host_tokens(plan: Plan) -> int:
     return max(stage.host_pages for stage in plan.stages) * PAGE
 
 
-def _align(rows: list[list[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+def _align(rows: list[list[str]], width: int) -> list[str]:
+    """Every table has the first column and as many of the others, in order, as fit the line."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    tables, first = [], 1
+    while first < len(widths):
+        last = first + 1
+        while last < len(widths) and widths[0] + sum(2 + wide for wide in widths[first : last + 1]) <= width:
+            last += 1
+        shown = [row for row in rows if any(row[first:last])]
+        cells = [[row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(first, last))] for row in shown]
+        tables.append("\n".join("  ".join(row).rstrip() for row in cells))
+        first = last
+    return tables
 
 
-def _picture(plan: Plan) -> str:
-    width = max(len(stage.device.name) for stage in plan.stages)
-    bars = [f"{stage.device.name.ljust(width)} [{bar(stage)}] {gib(stage.device.budget)}" for stage in plan.stages]
-    legend = ", ".join([*(f"{letter} {words}" for letter, words, _ in LEGEND), f"{LEFT} left"])
-    return "\n".join([*bars, f"{' ' * width}  {legend}"])
+def _picture(plan: Plan, width: int) -> str:
+    names, sizes = ([len(text) for text in texts] for texts in zip(*map(_labels, plan.stages), strict=True))
+    cells = min(BAR, width - max(names) - max(sizes) - 4)
+    bars = []
+    for stage in plan.stages:
+        name, size = _labels(stage)
+        bars.append(f"{name.ljust(max(names))} [{bar(stage, cells)}] {size}")
+    kinds = [*(f"{letter} {words}" for letter, words, _ in LEGEND), f"{LEFT} left"]
+    legend = ", ".join(kind.replace(" ", TIE) for kind in kinds)
+    return "\n".join([*bars, _folded(legend, width, max(names) + 2).replace(TIE, " ")])
 
 
-def bar(stage: StagePlan) -> str:
-    """BAR characters; each cell goes to whoever holds the byte in its middle."""
+def _labels(stage: StagePlan) -> tuple[str, str]:
+    """What stands left and right of a bar."""
+    return stage.device.name, gib(stage.device.budget)
+
+
+def bar(stage: StagePlan, length: int = BAR) -> str:
+    """So many characters; each cell goes to whoever holds the byte in its middle."""
     edges: list[tuple[int, str]] = []
     filled = 0
     for letter, _, names in LEGEND:
@@ -125,8 +151,8 @@ def bar(stage: StagePlan) -> str:
         edges.append((filled, letter))
     assert filled == stage.total, f"the legend names {filled} bytes of {stage.total}"
     cells = []
-    for cell in range(BAR):
-        middle = (2 * cell + 1) * stage.device.budget // (2 * BAR)
+    for cell in range(length):
+        middle = (2 * cell + 1) * stage.device.budget // (2 * length)
         cells.append(next((letter for edge, letter in edges if middle < edge), LEFT))
     return "".join(cells)
 

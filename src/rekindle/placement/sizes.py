@@ -77,12 +77,13 @@ def _one_expert(spec: ModelSpec, index: int, name: str, shape: tuple[int, ...], 
 
 
 def _quantised_values(spec: ModelSpec, name: str, shape: tuple[int, ...], size: int) -> int:
-    """Values of one matrix that must be expanded before a plain matmul; 0 for float tensors."""
+    """Values that are expanded together before a plain matmul: of a matrix, or of gate and up of all experts of a
+    layer; 0 for float tensors."""
     values = math.prod(shape)
     layer = _layer_of(name)
     if size >= 2 * values or (layer is not None and layer >= spec.layers):
         return 0
-    return values // shape[0] if len(shape) == 3 else values
+    return 2 * values if len(shape) == 3 and "gate_up" not in name else values
 
 
 def _layer_of(name: str) -> int | None:

@@ -87,7 +87,7 @@ class Sizes:
     head: int  # the output matrix as loaded; a tied model loads the embedding a second time
     norms: int  # final norm, and whatever else stands outside the layers
     layers: tuple[LayerSizes, ...]
-    widest: int  # values of the largest quantised matrix; 0 where nothing is quantised
+    widest: int  # values of the most that is expanded at once; 0 where nothing is quantised
     expanded: Sizes | None = None  # on a CPU, which keeps no quantised weights; None: the same
 
     def on(self, device: Device) -> Sizes:
@@ -145,6 +145,11 @@ class Wishes:
     def full_pages(self) -> int:
         """Pages that hold every sequence at the context limit."""
         return self.sequences * pages_for(self.context)
+
+    @property
+    def doubles_pool(self) -> bool:
+        """What a sparse run leaves out depends on its pool, and so do its snapshots: the next start needs the same."""
+        return self.kv_mode == "sparse" and self.pool is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import numpy as np
 
 from rekindle.errors import BadConfig, BadSnapshotFile
 from rekindle.snapshots import manifest
+from rekindle.snapshots.about import read_about
 from rekindle.snapshots.disk import FOLDER_DIGITS, DiskStore, Record
 from rekindle.snapshots.files import digest
 from rekindle.snapshots.manifest import NAME, PAGE_HEADER, Manifest, key_of
@@ -28,6 +29,7 @@ class SnapshotInfo:
 
     id: str
     fingerprint: str
+    about: dict[str, str]  # the model and settings it was made under; empty where nobody has left word
     position: int
     kind: str
     conversation: str | None
@@ -61,6 +63,7 @@ def list_snapshots(directory: Path) -> list[SnapshotInfo]:
             SnapshotInfo(
                 id=listed.id,
                 fingerprint=listed.fingerprint,
+                about=read_about(path.parent.parent),
                 position=listed.position,
                 kind=listed.kind,
                 conversation=listed.conversation,

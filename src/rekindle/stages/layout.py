@@ -20,6 +20,7 @@ from rekindle.pool import Seat
 from rekindle.spec import PAGE
 from rekindle.stages.types import Ahead
 
+ZERO = torch.tensor(0)
 LONGEST_BLOCK = PAGE  # rows of a block that is verified as a recorded step: its padding fits one page
 
 T = TypeVar("T", np.ndarray, torch.Tensor)
@@ -142,14 +143,15 @@ class Layout:
             fields.noted[:] = np.array([pair or (0, self._scratch_slot) for pair in (*noted, *[None] * more)]).T
 
     def take_drawn(self, ahead: Ahead) -> None:
-        """Tokens that were drawn on the device are put in there, without a stop at the host."""
+        """Tokens that were drawn on the device are put in there, without a stop at the host. Where none could be drawn
+        any will do: what comes of it is thrown away."""
         count = len(ahead.rows)
         if ahead.rows == tuple(range(count)) and ahead.sources == ahead.rows:
-            self.tokens[:count].copy_(ahead.tokens[:count])
+            torch.maximum(ahead.tokens[:count], ZERO, out=self.tokens[:count])  # one launch, the new type included
         else:
             device = ahead.tokens.device
             drawn = ahead.tokens[torch.tensor(ahead.sources, device=device)]
-            self.tokens[torch.tensor(ahead.rows, device=device)] = drawn.int()
+            self.tokens[torch.tensor(ahead.rows, device=device)] = drawn.clamp(min=0).int()
 
 
 def round_up(count: int) -> int:

@@ -121,6 +121,10 @@ class LocalStage:
             counts["slabs:late"], counts["slabs:refused"] = self.slabs.late, self.slabs.refused
         return counts
 
+    def settle(self) -> None:
+        with self._on_device():
+            self.model.settle(0)
+
     def _count(self, how: str, rows: int) -> None:
         self._work[f"step:{how}"] += 1
         if rows not in self._ways:  # a function of the rows alone

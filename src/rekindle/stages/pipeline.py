@@ -23,7 +23,7 @@ from rekindle.errors import RekindleError, StageLost
 from rekindle.snapshots.types import Part
 from rekindle.spec import Span
 from rekindle.stages.lines import Step, line_for
-from rekindle.stages.types import Ahead, Counting, PageCount, Recoverable, Stage, StageOutput, TwoPhaseRestore
+from rekindle.stages.types import Ahead, Local, PageCount, Recoverable, Stage, StageOutput, TwoPhaseRestore
 
 T = TypeVar("T")
 
@@ -53,9 +53,15 @@ class Pipeline:
         """How the stages of this process have worked, all together."""
         counts = Counter[str]()
         for stage in self.stages:
-            if isinstance(stage, Counting):
+            if isinstance(stage, Local):
                 counts.update(stage.work())
         return counts
+
+    def settle(self) -> None:
+        """Raises what the stages of this process have found out about their last forwards."""
+        for stage in self.stages:
+            if isinstance(stage, Local):
+                stage.settle()
 
     @property
     def run_ahead(self) -> int:

@@ -42,11 +42,15 @@ class PageCount:
 
 
 @runtime_checkable
-class Counting(Protocol):
-    """A stage of this process, which says how it has worked."""
+class Local(Protocol):
+    """A stage of this process, which says how it has worked and what went wrong."""
 
     def work(self) -> Counter[str]:
         """Since the start, by "kind:how": step, experts, swaps, pages."""
+        ...
+
+    def settle(self) -> None:
+        """Between forwards: raises what has become known of the last ones, such as CPU threads that are lost."""
         ...
 
 

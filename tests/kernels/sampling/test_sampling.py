@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from broken import broken_rows
 
 from rekindle.kernels import sampling
 
@@ -108,3 +109,20 @@ def test_ties_at_the_edge_of_top_k_do_not_depend_on_the_batch():
 def test_a_uniform_number_near_one_takes_the_last_that_stayed():
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.5]])
     assert _sample(logits, top_k=3, uniform=1 - 2**-24).tolist() == [2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("top_k", [0, 5, 150])
+def test_no_token_is_drawn_from_logits_that_are_no_numbers(temperature, top_k):
+    drawn = _sample(broken_rows(64 * 16), temperature=temperature, top_k=top_k, top_p=0.9)
+    assert drawn[0] >= 0
+    assert drawn[1:].tolist() == [-1] * 5
+
+
+def test_a_greedy_row_of_no_numbers_beside_drawn_ones_gives_no_token():
+    logits = broken_rows(300)
+    temperature = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0])
+    off = torch.zeros(6)
+    drawn = sampling.sample(logits, temperature, off, torch.ones(6), off, torch.full((6,), 0.5))
+    assert drawn[0] >= 0
+    assert drawn[1:].tolist() == [-1] * 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from broken import broken_rows
 
 from rekindle.kernels.sampling import naive, triton
 
@@ -85,3 +86,21 @@ def test_rows_of_every_kind_are_drawn_as_if_alone():
     together = triton.sample(logits, settings).tolist()
     assert together == [triton.sample(logits[i : i + 1], settings[:, i : i + 1])[0].item() for i in range(5)]
     assert together == _defined(logits, settings)
+
+
+@pytest.mark.parametrize("width", [5, 200])
+def test_a_nan_of_either_sign_stands_first_on_every_device(width):
+    """A GPU sorts by bits, where one NaN is above all numbers and another below."""
+    values, _ = naive.highest(broken_rows(200), width)
+    assert values[1:5, 0].tolist() == [torch.inf] * 4
+
+
+def test_logits_that_are_no_numbers_give_no_token_as_defined():
+    logits = broken_rows(triton.PART + 77)
+    assert triton.argmax(logits).tolist() == naive.argmax(logits).tolist() == [logits[0].argmax().item()] + [-1] * 5
+    logits = broken_rows(200)
+    for temperature, top_k in ((0.0, 0), (0.8, 0), (0.8, 5), (0.8, 150)):
+        settings = torch.stack([torch.full((6,), x) for x in (temperature, top_k, 0.9, 0.01, 0.4)])
+        drawn = triton.sample(logits, settings).tolist()
+        assert drawn == _defined(logits, settings)
+        assert drawn[1:] == [-1] * 5

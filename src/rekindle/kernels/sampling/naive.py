@@ -30,8 +30,9 @@ def sample(
 
     Temperature first, then top-k (0: off), top-p (1: off), min-p (0: off), each on what the one before left; then the
     first token, in the order of the vocabulary, whose cumulated probability exceeds the uniform number in [0, 1). (In
-    that order a draw needs no sorted vocabulary.) Temperature 0 takes the highest logit, the lowest id on ties. The
-    settings lie together; on the host they choose a cheaper path where there is one.
+    that order a draw needs no sorted vocabulary.) Temperature 0 takes the highest logit, the lowest id on ties. A row
+    with a NaN, or whose highest logit is infinite, gives -1: no token. The settings lie together; on the host they
+    choose a cheaper path where there is one.
     """
     if _on_host(temperature) and bool((temperature == 0).all()):
         return argmax(logits)
@@ -44,7 +45,7 @@ def sample(
     width = logits.shape[-1]
     if _on_host(settings) and bool(((settings[1] > 0) | (settings[0] == 0)).all()):
         width = min(width, max(1, int(settings[1].max())))
-    return draw(*_highest(logits, width), settings.to(logits.device), logits.shape[-1])
+    return draw(*highest(logits, width), settings.to(logits.device), logits.shape[-1])
 
 
 def draw(values: Tensor, tokens: Tensor, settings: Tensor, vocab: int) -> Tensor:
@@ -56,24 +57,27 @@ def draw(values: Tensor, tokens: Tensor, settings: Tensor, vocab: int) -> Tensor
     cumulated = weights.new_zeros(weights.shape[0], vocab).scatter_(-1, tokens, weights).cumsum(-1)
     beyond = uniforms * cumulated[:, -1:] < cumulated
     first = beyond.to(torch.int8).argmax(-1, keepdim=True)  # beyond is False … False True … True
-    return torch.where(greedy, tokens[:, :1], first)[:, 0]
+    return torch.where(values[:, :1].isfinite(), torch.where(greedy, tokens[:, :1], first), -1)[:, 0]
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The lowest id among the highest logits [rows, vocab] -> int64 [rows]."""
+    """The lowest id among the highest logits [rows, vocab] -> int64 [rows]; -1 as in `sample`."""
     if logits.is_cuda:
         from rekindle.kernels.sampling import triton
 
         return triton.argmax(logits)
-    return logits.argmax(-1)
+    values, tokens = logits.max(-1)
+    return torch.where(values.isfinite(), tokens, -1)
 
 
 def _on_host(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _highest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` highest logits in descending order with their ids, the lowest id first among equals."""
+def highest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` highest logits in descending order with their ids, the lowest id first among equals; a NaN, which a
+    GPU would sort by its sign, is infinite."""
+    logits = torch.where(logits.isnan(), torch.inf, logits)
     if width > SMALL_TOP_K:
         values, tokens = logits.sort(dim=-1, descending=True, stable=True)
         return values[:, :width], tokens[:, :width]

@@ -26,7 +26,7 @@ ONE = tl.constexpr(2.0**32)  # the highest weight as an integer
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The lowest id among the highest logits [rows, vocab] -> int64 [rows]."""
+    """naive.argmax."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1, "the logits of a row lie side by side"
     parts = triton.cdiv(vocab, PART)
@@ -39,11 +39,22 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 @triton.jit
+def _seen(value):
+    """A NaN becomes infinite, so that the highest of a row tells whether a token can be drawn from it."""
+    return tl.where(value == value, value, float("inf"))
+
+
+@triton.jit
+def _unless_broken(token, top):
+    return tl.where(tl.abs(top) < float("inf"), token, -1)
+
+
+@triton.jit
 def _part_kernel(logits, values, tokens, logit_row, vocab, parts, PART: tl.constexpr):
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = part * PART + tl.arange(0, PART)
     value = tl.load(logits + row * logit_row + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    best, which = tl.max(value, axis=0, return_indices=True)  # the lowest index among equals
+    best, which = tl.max(_seen(value), axis=0, return_indices=True)  # the lowest index among equals
     tl.store(values + row * parts + part, best)
     tl.store(tokens + row * parts + part, (part * PART + which).to(tl.int64))
 
@@ -53,8 +64,8 @@ def _best_kernel(values, tokens, out, parts, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     value = tl.load(values + row * parts + at, mask=at < parts, other=float("-inf"))
-    _, which = tl.max(value, axis=0, return_indices=True)
-    tl.store(out + row, tl.load(tokens + row * parts + which))
+    best, which = tl.max(value, axis=0, return_indices=True)
+    tl.store(out + row, _unless_broken(tl.load(tokens + row * parts + which), best))
 
 
 def sample(logits: Tensor, settings: Tensor) -> Tensor:
@@ -80,8 +91,8 @@ def sample(logits: Tensor, settings: Tensor) -> Tensor:
 
 
 def _draw_sorted(logits: Tensor, settings: Tensor) -> Tensor:
-    values, tokens = logits.sort(dim=-1, descending=True, stable=True)
-    return naive.draw(values, tokens, _settings_on(logits.device, settings), logits.shape[1])
+    vocab = logits.shape[1]
+    return naive.draw(*naive.highest(logits, vocab), _settings_on(logits.device, settings), vocab)
 
 
 def _settings_on(device: torch.device, settings: Tensor) -> Tensor:
@@ -128,7 +139,7 @@ def _best_of_run_kernel(
     inside = at < count
     if FIRST:
         logit = tl.load(source + row * source_row + at, mask=inside, other=float("-inf")).to(tl.float32)
-        bits = (logit + 0.0).to(tl.int32, bitcast=True)  # adding zero makes one zero of two
+        bits = (_seen(logit) + 0.0).to(tl.int32, bitcast=True)  # adding zero makes one zero of two
         bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
         key = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64)
         key = tl.where(inside, key, LOWEST)
@@ -164,7 +175,7 @@ def _draw_narrow_kernel(keys, settings, out, rows, count, BLOCK: tl.constexpr, W
     cumulated = tl.sum(tl.where(earlier, weight[:, None], 0.0), axis=0)
     target = uniform * tl.max(cumulated, axis=0)
     drawn = tl.min(tl.where((cumulated > target) & (weight > 0.0), token, 0x7FFFFFFF), axis=0)
-    tl.store(out + row, drawn.to(tl.int64))
+    tl.store(out + row, _unless_broken(drawn.to(tl.int64), top))
 
 
 # All of the vocabulary: bracket the cut, then draw in the order of the vocabulary
@@ -206,7 +217,7 @@ def _peak_kernel(
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = part * PART + tl.arange(0, PART)
     value = tl.load(logits + row * logit_row + at, mask=at < vocab, other=float("-inf"))
-    tl.store(peaks + row * parts + part, tl.max(value, axis=0))
+    tl.store(peaks + row * parts + part, tl.max(_seen(value), axis=0))
     if part == 0:
         for level in tl.static_range(LEVELS):
             tl.store(tables + (row * LEVELS + level) * 32 + tl.arange(0, 32), tl.zeros([32], tl.int64))
@@ -323,4 +334,4 @@ def _pick_kernel(
     reached = stays & (passed + tl.cumsum(weight, axis=0) > target)
     final = tl.max(tl.where(stays, inner, 0), axis=0)  # where rounding lets none exceed
     drawn = tl.minimum(tl.min(tl.where(reached, inner, PART), axis=0), final)
-    tl.store(out + row, (part * PART + drawn).to(tl.int64))
+    tl.store(out + row, _unless_broken((part * PART + drawn).to(tl.int64), top))

@@ -1,0 +1,99 @@
+"""A server that is told to stop says so, ends its answers with a last event, writes what it knows, and is gone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from rekindle.snapshots.tools import list_snapshots
+
+SERVE = ("--context", "4096", "--sequences", "2", "--threads", "1")
+ENDLESS = {"prompt": "x" * 300, "max_tokens": 3500, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model(golden: Path) -> Path:
+    return golden / "tiny-qwen35-Q4_K_M.gguf"
+
+
+def wait_until_said(server: Any, words: str) -> None:
+    for _ in range(600):
+        if words in "".join(server.output):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"the server did not say {words!r}:\n" + "".join(server.output))
+
+
+def ended(server: Any) -> tuple[int, str]:
+    """The exit status and all that was said."""
+    status = server.process.wait(60)
+    server.finish_reading()
+    return status, "".join(server.output)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_stream_that_runs_at_the_stop_gets_its_last_event(
+    sign: signal.Signals, start_server: Any, model: Path, tmp_path: Path
+) -> None:
+    server = start_server(model, *SERVE, "--cache-dir", tmp_path)
+    events: list[str] = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**ENDLESS, "stream": True}, timeout=60) as response:
+        for line in response.iter_lines():
+            events += [line.removeprefix("data: ")] if line else []
+            if len(events) == 3:
+                server.process.send_signal(sign)
+    status, said = ended(server)
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["error"]["code"] == "stopping"
+    assert status == 0, said
+    assert said.count("stopping") == 1
+    assert "Traceback" not in said
+    assert list_snapshots(tmp_path), "the prompt's snapshots were waiting for the disk"
+
+
+def test_an_answer_in_one_piece_is_refused_as_unavailable_at_the_stop(start_server: Any, model: Path) -> None:
+    server = start_server(model, *SERVE)
+    with socket.create_connection(address(server)) as client:
+        send(client, json.dumps(ENDLESS))
+        while "rekindle_running 1.0" not in server.get("/metrics").text:
+            pass
+        server.process.send_signal(signal.SIGINT)
+        answer = b"".join(iter(lambda: client.recv(65536), b"")).decode()
+    assert answer.startswith("HTTP/1.1 503")
+    assert '"code":"stopping"' in answer
+    status, said = ended(server)
+    assert (status, "Traceback" in said) == (0, False), said
+
+
+def test_a_client_that_does_not_let_go_is_hung_up_on_and_a_second_signal_waits_for_nobody(
+    start_server: Any, model: Path
+) -> None:
+    for signals in (1, 2):
+        server = start_server(model, *SERVE)
+        with socket.create_connection(address(server)) as client:
+            send(client, "half of a body", length=1000)
+            assert server.get("/health").status_code == 200
+            for _ in range(signals):
+                server.process.send_signal(signal.SIGINT)
+                wait_until_said(server, "stopping")
+            status, said = ended(server)
+        assert status == (0 if signals == 1 else -signal.SIGINT)
+        assert "Traceback" not in said
+
+
+def address(server: Any) -> tuple[str, int]:
+    url = urlsplit(server.url)
+    return str(url.hostname), int(url.port or 0)
+
+
+def send(client: socket.socket, body: str, length: int | None = None) -> None:
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    client.sendall(f"{head}content-length: {len(body) if length is None else length}\r\n\r\n{body}".encode())
