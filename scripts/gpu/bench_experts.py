@@ -5,9 +5,9 @@
 1. One layer: speed of the link by copy engine and by kernel, of the CPU threads, and of every split between the two.
 2. Every way of one layer against all experts hot, on the same inputs.
 3. The whole model (random weights, 20 GB, written first) with all, half and none of the 256 experts of a layer hot and
-   a ring of 16, and with 64 hot and a ring of 64: logits against all hot; decode of forced random tokens through
-   recorded steps, with the split as measured, with the link alone and with the CPU alone; prefill in chunks of 2,048
-   and 4,096.
+   a ring of 16, and with 80 hot and a ring of 64, as many slots as half has: logits against all hot; decode of forced
+   random tokens through recorded steps, with the split as measured, with the link alone and with the CPU alone;
+   prefill in chunks of 2,048 and 4,096.
 
 Choices are uniform as the random routers make them; "skewed" scales the rows of each router by rank^-0.3, so that an
 expert of low rank has large logits and is chosen often. The hot half are then the 128 of the lowest ranks, what counts
@@ -66,7 +66,7 @@ SKEWS = {"skewed": 0.3, "skewed more": 0.45, "skewed most": 0.6}  # a router's r
 SLOW = CostModel(link=1e-6, host_call=0, host_expert=0, host_pair=0, device_pair=0)  # so that the CPU is chosen
 FAST = CostModel.same_memory()
 PEER = {"half": {"decode": 106, "prefill": 1467}, "none": {"decode": 69, "prefill": 1066}}
-HOT = {"all": (EXPERTS, 0), "half": (128, RING), "none": (0, RING), "half, large ring": (64, 64)}  # hot, ring
+HOT = {"all": (EXPERTS, 0), "half": (128, RING), "none": (0, RING), "half, large ring": (80, 64)}  # hot, ring
 LIKED, DRIFT, KEPT = 1.17, 1.42, 0.907  # of the trace
 FILLING = 200  # steps of the trace in which the ring fills
 LOG: list[str] = []
@@ -185,7 +185,7 @@ def links(layer: OneLayer) -> None:
     weights = experts.weights
     assert isinstance(weights, PackedWeights)
     for count in (1, 4, 8):
-        some = weights._at_place[:count]
+        some = weights.at_place[:count]
         seconds = timed(partial(fetch, weights._to_staging[0], some, weights.places), 30)
         speed = count * weights.expert_bytes / seconds
         say(f"link, kernel, {count} experts of {weights.expert_bytes / 1e6:.2f} MB: "
@@ -207,18 +207,19 @@ def links(layer: OneLayer) -> None:
         speed = count * weights.expert_bytes / best
         say(f"CPU, {crew.threads} threads, {count} experts: {best * 1e6:.0f} µs, {speed / 1e9:.1f} GB/s")
     helper.helper.continue_from_host()
-    say(f"measured: the CPU takes {helper.share}/256 of the missing; {experts.cost}")
+    say(f"measured: of 0, 1, … missing the CPU takes {helper.takes.tolist()}; {experts.cost}")
 
 
 def ways(layer: OneLayer) -> bool:
     """Every way against all hot, on the same inputs."""
     all_hot, fine = layer.hot(), True
-    cases: list[tuple[str, Way, CostModel, int, int]] = [
+    cases: list[tuple[str, Way, CostModel, float, int]] = [
         ("ring", Way.RING, FAST, 0, 1),
         ("ring", Way.RING, FAST, 0, 4),
-        ("ring + CPU", Way.RING, FAST, 128, 1),
-        ("ring + CPU", Way.RING, FAST, 128, 4),
-        ("ring, all by CPU", Way.RING, FAST, 256, 2),
+        ("ring + CPU", Way.RING, FAST, 0.5, 1),
+        ("ring + CPU", Way.RING, FAST, 0.5, 4),
+        ("ring, all by CPU", Way.RING, FAST, 1, 1),
+        ("ring, all by CPU", Way.RING, FAST, 1, 2),
         ("stream", Way.STREAM, FAST, 0, 20),
         ("stream", Way.STREAM, FAST, 0, 512),
         ("stream", Way.STREAM, FAST, 0, 2048),
@@ -231,7 +232,7 @@ def ways(layer: OneLayer) -> bool:
             continue
         cold = shared_by_all if way is not Way.HOST else layer.cold(list(range(64)), cost, helps=False)
         if cold.weights.helper is not None:
-            cold.weights.helper.share = share
+            cold.weights.helper.takes.copy_(taking(share, cold.weights.helper.box.pairs))
         assert cold.way(rows) is way, f"{rows} rows go by {cold.way(rows)}, not {way}"
         worst, same = 0.0, True
         for seed in range(6 if way is Way.RING else 3):
@@ -250,6 +251,11 @@ def ways(layer: OneLayer) -> bool:
         say(f"check {name}, {rows} rows: relative error {worst:.1e}, same bits {same}{verdict}")
     say(f"two experts change places in {timed(partial(exchange_two, shared_by_all), 20) * 1e6:.0f} µs")
     return fine
+
+
+def taking(share: float, pairs: int) -> torch.Tensor:
+    """Of 0, 1, … missing experts the CPU takes this share."""
+    return torch.tensor([int(share * missing) for missing in range(pairs + 1)], dtype=torch.int32)
 
 
 def exchange_two(experts: ExpertSet) -> None:
@@ -279,10 +285,6 @@ class Placed:
         self.plain = [ffn.router.clone() for ffn in self.span.routed]
         self.rng = np.random.default_rng(0)
         self.vocab = spec.vocab
-        self.fresh_stage()
-
-    def fresh_stage(self) -> None:
-        """Steps recorded so far hold the split they were recorded with."""
         self.stage = LocalStage(self.span, 2, 160, "bf16")
 
     @property
@@ -295,15 +297,11 @@ class Placed:
             rank = torch.arange(1, EXPERTS + 1, device=CUDA, dtype=torch.float32)
             ffn.router.copy_(plain * rank[:, None] ** -exponent)
 
-    def set_share(self, share: int) -> None:
-        for ffn in self.cold_layers:
-            assert ffn.weights.helper is not None, "the CPU helps"
-            ffn.weights.helper.share = share
-        self.fresh_stage()
-
-    def share(self) -> int | None:
+    @property
+    def takes(self) -> torch.Tensor | None:
+        """Of 0, 1, … missing experts the CPU takes so many: one table for all layers, which recorded steps read too."""
         helpers = [ffn.weights.helper for ffn in self.cold_layers]
-        return helpers[0].share if helpers and helpers[0] is not None else None
+        return helpers[0].takes if helpers and helpers[0] is not None else None
 
     def log_chances(self, chunk: int = 512) -> torch.Tensor:
         """After a prompt of 512 and then each of 24 forced tokens: float32 [25, vocab], on the host."""
@@ -390,8 +388,9 @@ def whole_model(
             break
         begin = time.perf_counter()
         placed = Placed(file, *HOT[name])
-        say(f"{name} hot: loaded in {time.perf_counter() - begin:.1f} s, the CPU takes {placed.share()}/256 of the "
-            f"missing, {torch.cuda.memory_allocated() / 2**30:.1f} GiB on the device")  # fmt: skip
+        takes = None if placed.takes is None else placed.takes[: USED + 1].tolist()
+        say(f"{name} hot: loaded in {time.perf_counter() - begin:.1f} s, of 0, 1, … missing the CPU takes {takes}, "
+            f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB on the device")  # fmt: skip
         found = placed.log_chances()
         if name == "all":
             truth, found = found, placed.log_chances(chunk=128)
@@ -411,7 +410,7 @@ def whole_model(
 
 def figures(placed: Placed, prefill: bool = True, traced: bool = False) -> dict[str, Any]:
     speed, missed = placed.decode(traced=traced)
-    found: dict[str, Any] = {"decode": speed, "missed": missed, "share": placed.share()}
+    found: dict[str, Any] = {"decode": speed, "missed": missed}
     if prefill:
         found["prefill 2048"] = placed.prefill(2048, 2048)
         found["prefill 4096"] = placed.prefill(4096, 2048)
@@ -433,15 +432,13 @@ def others(placed: Placed, name: str, brief: bool, late: Callable[[str], bool], 
         rows.append({"hot": name, "choices": "as in use", "how": "as measured", **found})
         say(f"{rows[-1]}")
     placed.skew(0.0)
-    if brief:
+    takes = placed.takes
+    if brief or takes is None:
         return
-    measured = placed.share()
-    shares = {"half": (0, 256), "none": (0, 64, 128, 192, 256)}.get(name, ())
-    for share in shares if measured is not None else ():
-        if late(f"{name} hot, share {share}"):
+    for how, share in {"link alone": 0, "half by CPU": 0.5, "CPU alone": 1}.items():
+        if late(f"{name} hot, {how}"):
             break
-        placed.set_share(share)
-        how = {0: "link alone", 256: "CPU alone"}.get(share, f"CPU {share}/256")
+        takes.copy_(taking(share, len(takes) - 1))
         rows.append({"hot": name, "choices": "uniform", "how": how, **figures(placed, prefill=False)})
         say(f"{rows[-1]}")
 

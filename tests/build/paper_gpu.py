@@ -107,6 +107,7 @@ def paper_gpu() -> Iterator[None]:
     stubs |= {
         "is_current_stream_capturing": lambda: False,
         "get_device_capability": lambda _=None: (9, 0),
+        "get_device_properties": lambda _=None: SimpleNamespace(multi_processor_count=132),
         "current_device": lambda: 0,
     }
     driver.set_active(PaperDriver())

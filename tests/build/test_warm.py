@@ -63,6 +63,7 @@ def test_no_kernel_is_compiled_again_for_another_number_of_rows(found: dict[str,
 def test_layers_with_cold_experts_name_theirs_once_for_rings_of_one_kind(found: dict[str, Any]) -> None:
     assert {"_route_row_kernel", "_up_pairs_kernel"} <= set(found["cold"])
     assert {"_admit_kernel", "_fetch_kernel", "_exchange_kernel"} <= set(found["cold"])
+    assert {"_ask_kernel", "_collect_kernel"} <= set(found["cold"])
     assert found["cold twins"] == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import re
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from rekindle.errors import CrewLost
-from rekindle.experts import SpanExperts, expert_set, routed
+from rekindle.experts import SpanExperts, expert_set, probe, routed
 from rekindle.experts import triton as kernels
 from rekindle.experts.cost import CostModel
 from rekindle.experts.counts import LayerCounter, RoutingCounts
@@ -22,18 +23,19 @@ from rekindle.experts.expert_set import ExpertSet, Way
 from rekindle.experts.helper import Helper
 from rekindle.experts.memory import HostMemory
 from rekindle.experts.packed import PackedWeights
-from rekindle.experts.probe import measure_share
+from rekindle.experts.probe import best_split, measure_takes
 from rekindle.experts.residency import Residency
 from rekindle.experts.stored import StoredExperts, StoredPart
 from rekindle.kernels.matmul.naive import packed_values
 from rekindle.kernels.matmul.packing import FORMATS, pack
 from rekindle.kernels.matmul.types import Matrix
-from rekindle.kernels.moe import ExpertStack, SharedExpert, moe, route
+from rekindle.kernels.moe import ExpertStack, SharedExpert, cold, moe, route
 from rekindle.kernels.moe.crew import describe
 
 CPU = torch.device("cpu")
 EXPERTS, HIDDEN, WIDTH, USED = 6, 512, 256, 2  # whole super-blocks both ways
 SHAPES = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+NONE, ALL = [0] * 5, [0, 1, 2, 3, 4]  # of so many missing experts the CPU takes so many
 SLOW_LINK = CostModel(link=1e-9, host_call=0, host_expert=0, host_pair=0, device_pair=0)
 
 
@@ -103,6 +105,11 @@ def helper() -> Helper:
     return made
 
 
+def help_out(weights: PackedWeights, helper: Helper, takes: list[int]) -> None:
+    helper.takes.copy_(torch.tensor(takes))
+    weights.let_help(helper)
+
+
 def drawn(rows: int, seed: int) -> Tensor:
     return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
@@ -144,13 +151,13 @@ def test_every_request_is_answered_by_itself(layer: Layer, helper: Helper) -> No
     helper.continue_from_host()
 
 
-@pytest.mark.parametrize("share", [0, 128, 256])
+@pytest.mark.parametrize("takes", [NONE, [0, 0, 1, 1, 2], ALL])
 @pytest.mark.parametrize("hot", [[], [1, 4]])
 def test_a_step_shared_with_the_cpu_gives_what_all_hot_gives(
-    layer: Layer, helper: Helper, share: int, hot: list[int]
+    layer: Layer, helper: Helper, takes: list[int], hot: list[int]
 ) -> None:
     experts, weights = layer.cold(hot, ring=4)
-    weights.let_help(helper, share)
+    help_out(weights, helper, takes)
     for seed in range(3):
         h = drawn(2 if seed else 1, seed)
         assert experts.way(len(h)) is Way.RING
@@ -158,14 +165,46 @@ def test_a_step_shared_with_the_cpu_gives_what_all_hot_gives(
         assert close(experts.forward(h), layer.expected(h))
         experts.settle(len(h))
         experts.residency.check()
-    if share == 256:
+    if takes == ALL:
         assert experts.residency.owner.tolist() == [-1] * 4  # nothing came over the link
         assert int(helper.number) == int(helper.crew.box.done) > 0
 
 
+def test_a_row_asks_in_the_launch_that_chooses_its_experts(layer: Layer, helper: Helper) -> None:
+    """The same slots, tables and requests as with a launch for each, and the same answer."""
+    (plain, apart), (fast, together) = (layer.cold([1], ring=3) for _ in range(2))
+    for weights in (apart, together):
+        help_out(weights, helper, [0, 0, 1, 2, 3])
+    assert apart.helper is not None and together.helper is not None
+    asked = []
+    for seed in range(6):
+        h = drawn(1, seed)
+        ids, weights = route(h, layer.router, USED)
+        slots, load = plain.residency.admit(ids, plain.counter.tally, helper.takes)
+        away, came = slots < 0, torch.isin(ids, load)
+        kept = apart.helper.ask(h, ids, slots, weights)
+        want = torch.zeros(1, HIDDEN)
+        apart.helper.collect(want)
+        asked.append(int(helper.count))
+        found = kernels.route_row(
+            h, layer.router, USED, fast.residency, fast.counter.tally, together.places, together.helper.mailbox
+        )
+        assert torch.equal(found[0], slots)
+        places = torch.where(came, together.places[ids.long()], -1)
+        assert torch.equal(found[1], places)
+        assert torch.allclose(found[2], kept)
+        assert int(helper.count) == asked[-1] == int(away.sum())
+        have = torch.zeros(1, HIDDEN)
+        together.helper.collect(have)
+        assert torch.allclose(have, want, rtol=1e-4, atol=1e-4)
+        for name in ("table", "owner", "used_at", "step"):
+            assert torch.equal(getattr(fast.residency, name), getattr(plain.residency, name)), name
+    assert {0, 1} <= set(asked)
+
+
 def test_an_expert_that_changed_places_is_found_by_the_crew(layer: Layer, helper: Helper) -> None:
     experts, weights = layer.cold([0, 1], ring=2)
-    weights.let_help(helper, 256)
+    help_out(weights, helper, ALL)
     experts.swap(0, 5)
     experts.swap(1, 3)
     for seed in range(4):
@@ -173,28 +212,54 @@ def test_an_expert_that_changed_places_is_found_by_the_crew(layer: Layer, helper
         assert close(experts.forward(h), layer.expected(h))
 
 
-def test_the_share_is_measured_and_the_device_counts_on(layer: Layer, helper: Helper) -> None:
+def test_every_split_is_measured_as_the_device_asks_for_it(
+    layer: Layer, helper: Helper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that knows how much was brought and how much was asked for: the CPU computes three experts in the time in
+    which the link brings two, and takes a unit to begin. Of more than are cold it takes the same share."""
     _, weights = layer.cold([0, 1, 2, 3], ring=2)
-    assert measure_share(weights, helper, HIDDEN, CPU) in (0, 128, 256)
-    assert int(helper.number) == int(helper.crew.box.asked)
+    help_out(weights, helper, NONE)
+    assert weights.helper is not None
+    monkeypatch.setattr(probe, "TURNS", 1)
+    brought, asked = 0, 0
+
+    def take_in(load: Tensor) -> None:
+        nonlocal brought, asked
+        brought, asked = int((load >= 0).sum()), int(helper.count)
+
+    def best(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+        work()
+        return max(3.0 * brought, 1 + 2.0 * asked if asked else 0)
+
+    monkeypatch.setattr(weights, "take_in_staging", take_in)
+    monkeypatch.setattr(probe, "_best", best)
+    assert measure_takes(weights, weights.helper, drawn(1, 0)) == [0, 0, 1, 1, 2]
+    assert int(helper.number) == int(helper.crew.box.asked) == int(helper.crew.box.done)
 
 
-@pytest.mark.parametrize(("share", "ring"), [(128, 4), (0, 4), (128, 1)])
+def test_one_expert_more_on_the_cpu_must_gain_something() -> None:
+    assert best_split([100, 99, 98, 97, 96.5]) == 0
+    assert best_split([100, 94, 92, 60, 58]) == 3
+    assert best_split([100, 120, 90]) == 2
+
+
+@pytest.mark.parametrize(("takes", "ring"), [([0, 0, 1, 1, 2], 4), (NONE, 4), ([0, 0], 1)])
 def test_one_helper_serves_all_layers_of_a_span_or_none_where_it_gains_nothing(
-    layer: Layer, monkeypatch: pytest.MonkeyPatch, share: int, ring: int
+    layer: Layer, monkeypatch: pytest.MonkeyPatch, takes: list[int], ring: int
 ) -> None:
     asked = []
-    monkeypatch.setattr(routed, "measure_share", lambda *given: asked.append(given) or share)
+    monkeypatch.setattr(routed, "measure_takes", lambda *given: asked.append(given) or takes)
     plan = SpanExperts([[0], [0]], [ring, ring], RoutingCounts(2, EXPERTS))
     both = [layer.cold([0], ring)[1] for _ in range(2)]
     for weights in both:
-        plan.bring_helper(weights, USED, HIDDEN, WIDTH, CPU)
+        plan.bring_helper(weights, USED, WIDTH, drawn(1, 0))
     assert len(asked) == (ring >= USED)
     first, second = (weights.helper for weights in both)
-    if share and ring >= USED:
+    if any(takes) and ring >= USED:
         assert first is not None and second is not None
         assert first.helper is second.helper
         assert first.box.rows * USED == first.box.pairs == ring
+        assert first.takes.tolist() == takes
     else:
         assert first is None and second is None
 
@@ -205,15 +270,15 @@ def test_threads_that_do_not_answer_are_an_error_waited_for_once_and_give_nothin
     helper = Helper.start(rows=1, pairs=2, hidden=HIDDEN, width=WIDTH, device=CPU, threads=1)
     assert helper is not None, "there is a C compiler where Triton is"
     experts, weights = layer.cold([], ring=2)
-    weights.let_help(helper, 256)
+    help_out(weights, helper, [0, 1, 2])
     assert weights.helper is not None
-    monkeypatch.setattr(kernels, "PATIENCE", 3)
+    monkeypatch.setattr(cold, "PATIENCE", 3)
     helper.count.fill_(1)
     helper.number.add_(1)  # nobody was asked
     total = torch.zeros(1, HIDDEN)
     weights.helper.collect(total)
     assert total.isnan().all()
-    monkeypatch.setattr(kernels, "PATIENCE", 1 << 40)  # would never end
+    monkeypatch.setattr(cold, "PATIENCE", 1 << 40)  # would never end
     asked = int(helper.crew.box.asked)
     for seed in range(2):
         assert experts.forward(drawn(1, seed)).isnan().all()

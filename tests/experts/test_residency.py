@@ -54,7 +54,7 @@ def test_the_share_of_the_missing_that_is_left_to_the_cpu_takes_turns() -> None:
     residency = Residency([0], 4, EXPERTS, CPU)
     left = set()
     for _ in range(4):
-        slots, load = residency.admit(tensor(0, 1, 2, 3), tally(), share=86)  # a third
+        slots, load = residency.admit(tensor(0, 1, 2, 3), tally(), torch.tensor([0, 0, 0, 1]))
         away = [expert for expert, slot in zip((0, 1, 2, 3), slots[0].tolist(), strict=True) if slot < 0]
         assert len(away) == 1
         assert sorted(load[load >= 0].tolist() + away) == [1, 2, 3]
@@ -96,15 +96,23 @@ steps = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=6), 
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sets(st.integers(0, EXPERTS - 1), max_size=5), st.integers(1, 7), steps, st.sampled_from([0, 96, 128, 256]))
-def test_the_kernel_does_what_the_definition_says(hot: set[int], ring: int, asked: list[list[int]], share: int) -> None:
+@given(
+    st.sets(st.integers(0, EXPERTS - 1), max_size=5),
+    st.integers(1, 7),
+    steps,
+    st.none() | st.tuples(*(st.integers(0, missing) for missing in range(7))),
+)
+def test_the_kernel_does_what_the_definition_says(
+    hot: set[int], ring: int, asked: list[list[int]], table: tuple[int, ...] | None
+) -> None:
+    takes = None if table is None else torch.tensor(table, dtype=torch.int32)
     ring = min(ring, EXPERTS - len(hot))
     plain, fast = (Residency(sorted(hot), ring, EXPERTS, CPU) for _ in range(2))
     counted, counted_fast = tally(), tally()
     for ids in asked:
         some = tensor(*ids[:ring])
-        slots, load = plain.admit(some, counted, share)
-        slots_fast, load_fast = on_device.admit(fast, some, counted_fast, share)
+        slots, load = plain.admit(some, counted, takes)
+        slots_fast, load_fast = on_device.admit(fast, some, counted_fast, takes)
         names = ("slots", "load", "table", "owner", "used_at", "step", "tally")
         pairs: Any = zip(
             (slots, load, plain.table, plain.owner, plain.used_at, plain.step, counted),

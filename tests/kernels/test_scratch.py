@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rekindle.kernels.matmul import triton as matmul
-from rekindle.kernels.moe import triton as moe
+from rekindle.kernels.matmul.triton import SCRATCH
 from rekindle.placement.reserve import EXPANDED
 
 
 def test_the_plan_reserves_the_scratch_that_the_kernels_take() -> None:
-    assert EXPANDED == matmul.SCRATCH == moe.SCRATCH
+    assert EXPANDED == SCRATCH

@@ -103,8 +103,8 @@ class ExpertSet:
         return Way.RING if fits else Way.STREAM
 
     def way_name(self, rows: int) -> str:
-        way, helper = self.way(rows), self.weights.helper
-        return "ring and cpu" if way is Way.RING and helper is not None and helper.share else way.name.lower()
+        way = self.way(rows)
+        return "ring and cpu" if way is Way.RING and self.weights.helper is not None else way.name.lower()
 
     @property
     def _at_once(self) -> int:
@@ -132,12 +132,12 @@ class ExpertSet:
 
     def _by_ring(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         helper = self.weights.helper
-        slots, load = self.residency.admit(ids, self.counter.tally, helper.share if helper else 0)
-        if helper is not None and helper.share:
+        slots, load = self.residency.admit(ids, self.counter.tally, None if helper is None else helper.takes)
+        if helper is not None:
             weights = helper.ask(h, ids, slots, weights)
         self.weights.take_in(load)
         total = moe(h, slots, weights, *self.weights.stacks, self.shared)
-        if helper is not None and helper.share:
+        if helper is not None:
             helper.collect(total)
         return total
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rekindle.errors import CrewLost
 from rekindle.experts.memory import HostMemory
+from rekindle.kernels.moe.cold import Answer
 from rekindle.kernels.moe.crew import Crew, Mailbox, start_crew
 
 
@@ -22,6 +23,8 @@ class Helper:
         self.number = torch.zeros(1, dtype=torch.int32, device=device)  # of the last request
         self.count = torch.zeros(1, dtype=torch.int32, device=device)  # pairs of the last step that the CPU took
         self.gone = torch.zeros(1, dtype=torch.int32, device=device)  # as `lost`, for the device: it waits only once
+        self.answer = torch.zeros(crew.box.hidden, dtype=torch.float32, device=device)  # to a step of one row
+        self.takes = torch.zeros(crew.box.pairs + 1, dtype=torch.int32, device=device)  # of n missing experts, takes[n]
 
     @classmethod
     def start(
@@ -43,35 +46,39 @@ class LayerHelper:
     helper: Helper
     layer: Tensor  # the layer's planes in host memory, described to the crew
     places: Tensor  # expert -> place in them
-    share: int  # of missing experts, in parts of 256, that the CPU takes
 
     @property
     def box(self) -> Mailbox:
         return self.helper.crew.box
 
     @property
-    def number(self) -> Tensor:
-        return self.helper.number
+    def takes(self) -> Tensor:
+        return self.helper.takes
 
     @property
-    def count(self) -> Tensor:
-        return self.helper.count
+    def mailbox(self) -> tuple[Tensor | int, ...]:
+        """What a kernel that asks must know, in the order in which it takes it."""
+        own, box = self.helper, self.box
+        parts = (part.data_ptr() for part in (box.asked, box.head, box.place, box.row, box.weight, box.x))
+        return own.takes, self.layer.data_ptr(), own.count, *parts, own.number, own.gone
 
     @property
-    def gone(self) -> Tensor:
-        return self.helper.gone
+    def answer(self) -> Answer:
+        own, box = self.helper, self.box
+        addresses = (part.data_ptr() for part in (box.done, box.lost, box.out))
+        return Answer(own.count, own.number, own.gone, own.answer, *addresses)
 
     def ask(self, h: Tensor, ids: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
         """Pairs without a slot go to the CPU; gives the weights for all others."""
         from rekindle.experts.triton import ask
 
-        return ask(self, h, ids, slots, weights)
+        return ask(self.mailbox, self.places, h, ids, slots, weights)
 
     def collect(self, total: Tensor) -> None:
         """Add what the CPU has computed since."""
         from rekindle.experts.triton import collect
 
-        collect(self, total)
+        collect(self.answer, total)
 
     def check(self) -> None:
         """Once lost, they stay lost: not StageLost, after which the engine would try again for ever."""

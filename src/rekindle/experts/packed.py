@@ -48,7 +48,7 @@ class PackedWeights:
         places = torch.full((stored.count,), -1, dtype=torch.int32)
         places[torch.tensor(self._cold)] = torch.arange(len(self._cold), dtype=torch.int32)
         self.places = places.to(device)  # expert -> where it lies in host memory
-        self._at_place = torch.tensor(self._cold, dtype=torch.int32, device=device)
+        self.at_place = torch.tensor(self._cold, dtype=torch.int32, device=device)
         self._staging = staging or Staging(self.stacks, min(STAGED, stored.count), device)
         self._to_ring = make_pieces(self.host_stacks, self.stacks, len(residency.hot), device)
         self._parts = make_parts(self.host_stacks, self.stacks, device)
@@ -73,29 +73,32 @@ class PackedWeights:
 
     def run_row(self, h: Tensor, router: Tensor, used: int, tally: Tensor, shared: SharedExpert) -> Tensor | None:
         """[1, hidden], from choosing on, in as many launches as if all experts were hot."""
-        asks = self.helper is not None and self.helper.share > 0
-        if not h.is_cuda or self._parts is None or asks:
+        if not h.is_cuda or self._parts is None:
             return None
         from rekindle.experts.triton import route_row
         from rekindle.kernels.moe.triton import moe_missing, takes_missing
 
         if not takes_missing(h, *self.stacks, shared):
             return None
-        slots, sources, weights = route_row(h, router, used, self._residency, tally, self.places)
-        return moe_missing(h, slots, weights, *self.stacks, shared, Missing(sources, self._parts))
+        mailbox, answer = (None, None) if self.helper is None else (self.helper.mailbox, self.helper.answer)
+        slots, sources, weights = route_row(h, router, used, self._residency, tally, self.places, mailbox)
+        missing = Missing(sources, self._parts, answer)
+        return moe_missing(h, slots, weights, *self.stacks, shared, missing)
 
-    def let_help(self, helper: Helper, share: int) -> None:
+    def let_help(self, helper: Helper) -> None:
         """From now on the CPU takes its share of every step through the ring, if it can read this layer's types."""
         layer = describe(self.host_stacks)
-        self.helper = None if layer is None else LayerHelper(helper, layer, self.places, share)
+        self.helper = None if layer is None else LayerHelper(helper, layer, self.places)
 
-    def fill_staging(self, experts: int = STAGED, first: int = 0) -> int:
-        """Cold experts, whoever lies from place `first` on, into one half of the staging area; gives their bytes."""
-        some = self._at_place[first : first + min(experts, self._staging.slots)]
-        if not len(some):
-            return 0
-        _gpu().fetch(self._to_staging[0], some, self.places)
+    def fill_staging(self) -> int:
+        """Cold experts, whoever lies first, into one half of the staging area; gives their bytes."""
+        some = self.at_place[: self._staging.slots]
+        self.take_in_staging(some)
         return len(some) * self.expert_bytes
+
+    def take_in_staging(self, load: Tensor) -> None:
+        """Put expert load[i], unless it is -1, into slot i of one half of the staging area."""
+        _gpu().fetch(self._to_staging[0], load, self.places)
 
     def swap(self, slot: int, goes: int, comes: int) -> None:
         """The expert that goes takes the host place of the one that comes. All in the order of the stream."""
@@ -104,7 +107,7 @@ class PackedWeights:
         self._cold[place] = goes
         self.places[goes] = place
         self.places[comes] = -1
-        self._at_place[place] = goes
+        self.at_place[place] = goes
 
     def stream(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """float32 [rows, hidden]. Cold experts arrive in one half of the staging area while the other works.
@@ -155,7 +158,7 @@ class PackedWeights:
         needed = torch.zeros(self._residency.experts, dtype=torch.bool, device=ids.device)
         needed.index_fill_(0, ids.flatten().long(), True)
         missing = needed & (self._residency.table < 0)
-        return self._at_place.masked_fill(~missing.index_select(0, self._at_place), -1)
+        return self.at_place.masked_fill(~missing.index_select(0, self.at_place), -1)
 
     def _run(self, h: Tensor, slots: Tensor, weights: Tensor, stacks: Stacks, shares: Tensor) -> None:
         """Weighted shares of the pairs whose slot is one of the stacks'; others are left alone."""

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from rekindle.experts.cost import CostModel
-from rekindle.experts.helper import Helper
+from rekindle.experts.helper import LayerHelper
 from rekindle.experts.packed import PackedWeights
 from rekindle.experts.residency import Residency
-from rekindle.kernels.moe.crew import describe
 
 log = logging.getLogger("rekindle.experts")
 
 MANY = 16  # rows of the larger host product
 EIGHT = 8  # experts that are split between link and CPU
-TURNS = 8
+TURNS = 8  # with other experts each time, so that no cache has them
+GAIN = 0.95  # of the time with fewer experts on the CPU: else it is left in peace
 
 
 def measure_costs(weights: PackedWeights, residency: Residency, hidden: int, dtype: torch.dtype) -> CostModel:
@@ -35,34 +36,60 @@ def measure_costs(weights: PackedWeights, residency: Residency, hidden: int, dty
     return CostModel(link=link, host_call=call, host_expert=max(0.0, one - pair), host_pair=pair, device_pair=0.0)
 
 
-def measure_share(weights: PackedWeights, helper: Helper, hidden: int, device: torch.device) -> int:
-    """Of the experts a token misses, how many the CPU should take, in parts of 256: all splits of eight are tried."""
-    layer = describe(weights.host_stacks)
-    if layer is None:
-        return 0
-    some = min(EIGHT, weights.cold, helper.crew.box.pairs)
-    x = torch.randn(hidden)
+def measure_takes(weights: PackedWeights, helper: LayerHelper, x: Tensor) -> list[int]:
+    """Of 0, 1, … missing experts, as many as the mailbox takes, how many the CPU should compute: all splits of up to
+    eight are tried, as the device would ask for them; of more it takes the same share."""
+    most = min(EIGHT, weights.cold, helper.box.pairs)
+    splits = _Splits(weights, helper, x, most)
+    takes = [0]
+    for missing in range(1, most + 1):
+        took = [splits.microseconds(missing, mine) for mine in range(missing + 1)]
+        takes.append(best_split(took))
+        log.info("of %d cold experts the CPU takes %d; µs by how many it takes: %s", missing, takes[-1],
+                 [round(t) for t in took])  # fmt: skip
+    return takes + [missing * takes[most] // most for missing in range(most + 1, helper.box.pairs + 1)]
 
-    def split(mine: int) -> float:
-        """Seconds, the best of several turns: other experts each time, so that no cache has them."""
-        times = []
-        for turn in range(TURNS):
-            first = turn * some % (weights.cold - some + 1)
-            helper.crew.prepare(layer, x, range(first, first + mine), [1.0] * mine)
-            _wait(device)
-            start = time.perf_counter()
-            weights.fill_staging(some - mine, first + mine)
-            if mine:
-                helper.crew.ask()
-            _wait(device)
-            times.append(time.perf_counter() - start)
-        return min(times) * 1e6
 
-    took = [split(mine) for mine in range(some + 1)]
-    helper.continue_from_host()
-    best = took.index(min(took))
-    log.info("of %d cold experts the CPU takes %d; µs by how many it takes: %s", some, best, [round(t) for t in took])
-    return 256 * best // some
+def best_split(took: Sequence[float]) -> int:
+    """Which of these times, by how many experts the CPU takes; one more must gain something."""
+    best = 0
+    for mine in range(len(took)):
+        if took[mine] < GAIN * took[best]:
+            best = mine
+    return best
+
+
+class _Splits:
+    """Some experts divided between link and CPU, several times one after another, asked for by the device alone."""
+
+    def __init__(self, weights: PackedWeights, helper: LayerHelper, x: Tensor, most: int) -> None:
+        starts = [turn * most % (weights.cold - most + 1) for turn in range(TURNS)]
+        self._ids = torch.stack([weights.at_place[start : start + most] for start in starts])  # [turns, most]
+        self._slots, self._load = torch.zeros_like(self._ids), torch.full_like(self._ids, -1)
+        self._weights, self._helper, self._x = weights, helper, x
+        self._even = torch.ones(1, most, device=x.device)
+        self._run = self._recorded() if x.is_cuda else self._turns
+
+    def microseconds(self, missing: int, mine: int) -> float:
+        """Of one turn in which so many are missing."""
+        at = torch.arange(self._ids.shape[1], device=self._x.device)
+        self._slots.copy_(torch.where(at < mine, -1, 0).expand_as(self._slots))
+        self._load.copy_(torch.where((at >= mine) & (at < missing), self._ids, -1))
+        return _best(self._run, self._x.device, repeats=2) / TURNS
+
+    def _turns(self) -> None:
+        for ids, slots, load in zip(self._ids, self._slots, self._load, strict=True):
+            self._helper.ask(self._x, ids[None], slots[None].clone(), self._even)
+            self._weights.take_in_staging(load)
+            self._helper.collect(torch.zeros_like(self._x))
+
+    def _recorded(self) -> Callable[[], None]:
+        """Launches that Python sends one by one would wait for it."""
+        self._turns()  # compiled before
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another stage may be at work
+            self._turns()
+        return graph.replay
 
 
 def _best(work: Callable[[], object], device: torch.device, repeats: int = 8) -> float:

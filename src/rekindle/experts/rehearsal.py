@@ -8,12 +8,14 @@ import torch
 from rekindle.experts.packed import make_parts, make_pieces
 from rekindle.experts.residency import Residency
 from rekindle.experts.routed import RoutedFfn
-from rekindle.kernels.moe.cold import Missing
+from rekindle.kernels.moe.cold import Answer, Missing
+
+ADDRESS = 1 << 40  # in host memory: any whole 256 bytes
 
 
 def rehearse_cold(ffn: RoutedFfn, ring: int, dtype: torch.dtype) -> None:
-    """What goes through a ring of so many slots: one row, and every number of rows that is admitted at once. The crew's
-    launches are left out: whether it is asked is measured when the weights are there."""
+    """What goes through a ring of so many slots: one row, and every number of rows that is admitted at once; with and
+    without the CPU's share, which is measured when the weights are there."""
     from rekindle.experts import triton as kernels
     from rekindle.kernels.moe.triton import moe_missing, takes_missing
 
@@ -23,15 +25,21 @@ def rehearse_cold(ffn: RoutedFfn, ring: int, dtype: torch.dtype) -> None:
     experts, hidden = ffn.router.shape
     device = ffn.router.device
     residency = Residency([], ring, experts, device)
-    places = torch.zeros(experts, dtype=torch.int32, device=device)
+    one, places = (torch.zeros(size, dtype=torch.int32, device=device) for size in (1, experts))
+    mailbox = one, ADDRESS, one, *(ADDRESS,) * 6, one, one
+    answer = Answer(one, one, one, torch.empty(hidden, device=device), ADDRESS, ADDRESS, ADDRESS)
     parts, h = make_parts(stacks, stacks, device), torch.empty(1, hidden, dtype=dtype, device=device)
     if parts is not None and takes_missing(h, *stacks, ffn.shared):
-        slots, sources, weights = kernels.route_row(h, ffn.router, ffn.used, residency, places, places)
-        moe_missing(h, slots, weights, *stacks, ffn.shared, Missing(sources, parts))
+        for letters, theirs in ((None, None), (mailbox, answer)):
+            slots, sources, weights = kernels.route_row(h, ffn.router, ffn.used, residency, places, places, letters)
+            moe_missing(h, slots, weights, *stacks, ffn.shared, Missing(sources, parts, theirs))
     rows = 1
     while rows * ffn.used <= ring:
-        ids = torch.zeros(rows, ffn.used, dtype=torch.int32, device=device)
-        kernels.admit(residency, ids, places, 0)
+        h, ids = h[:1].expand(rows, hidden).contiguous(), torch.zeros(rows, ffn.used, dtype=torch.int32, device=device)
+        for takes in (None, one):
+            slots, _ = kernels.admit(residency, ids, places, takes)
+        kernels.ask(mailbox, places, h, ids, slots, torch.empty(ids.shape, device=device))
+        kernels.collect(answer, h)
         rows *= 2
     pieces = make_pieces(stacks, stacks, 0, device)
     kernels.fetch(pieces, residency.owner, places)

@@ -35,28 +35,28 @@ class Residency:
         """The slot of each id, -1 where it is not on the device."""
         return self.table.index_select(0, ids.flatten()).view(ids.shape)
 
-    def admit(self, ids: Tensor, tally: Tensor, share: int = 0) -> tuple[Tensor, Tensor]:
+    def admit(self, ids: Tensor, tally: Tensor, takes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Make room for every id. Needs a ring with at least as many slots as there are ids.
 
         Gives the slot of each id, and per ring slot the expert whose weights must be put there first, or -1: missing
-        experts take the oldest slots in the order of the ids. Adds the ids to the tally. `share`, in parts of 256, of
-        the missing experts are left to the CPU, each time others: their ids have slot -1.
+        experts take the oldest slots in the order of the ids. Adds the ids to the tally. Of n missing experts
+        takes[n] are left to the CPU, each time others: their ids have slot -1.
         """
         assert ids.numel() <= self.ring, f"{ids.numel()} pairs may need more slots than the ring's {self.ring}"
         if ids.is_cuda:
             from rekindle.experts.triton import admit as on_device
 
-            return on_device(self, ids, tally, share)
-        return self._admit(ids, tally, share)
+            return on_device(self, ids, tally, takes)
+        return self._admit(ids, tally, takes)
 
-    def _admit(self, ids: Tensor, tally: Tensor, share: int) -> tuple[Tensor, Tensor]:
+    def _admit(self, ids: Tensor, tally: Tensor, takes: Tensor | None) -> tuple[Tensor, Tensor]:
         flat = ids.flatten().long()
         tally.index_add_(0, flat, torch.ones_like(flat, dtype=tally.dtype))
         self.step += 1
         hit = torch.isin(self.owner, flat)
         missing = torch.tensor(list(dict.fromkeys(flat[self.table[flat] < 0].tolist())), dtype=torch.long)
         turn = (torch.arange(len(missing), device=ids.device) + self.step) % max(1, len(missing))
-        missing = missing[turn >= (len(missing) * share + 128) // 256]
+        missing = missing[turn >= (0 if takes is None else takes[len(missing)])]
         age = torch.where(hit, self.step, self.used_at).long() * self.ring + torch.arange(self.ring, device=ids.device)
         oldest = torch.argsort(age)[: len(missing)]  # never a hit: those were used in this very step
         load = torch.full_like(self.owner, -1)

@@ -13,7 +13,7 @@ from rekindle.experts.dense import DenseWeights
 from rekindle.experts.expert_set import ExpertSet
 from rekindle.experts.helper import Helper
 from rekindle.experts.packed import PackedWeights, Staging
-from rekindle.experts.probe import measure_costs, measure_share
+from rekindle.experts.probe import measure_costs, measure_takes
 from rekindle.experts.residency import Residency
 from rekindle.experts.stored import StoredExperts, stored_experts
 from rekindle.kernels.matmul import Matrix, make_matrix, stays_quantised
@@ -64,7 +64,7 @@ class SpanExperts:
     helps: bool = True  # CPU threads may take a share of a step
     _staging: dict[object, Staging] = field(default_factory=dict)
     _helper: Helper | None = None
-    _share: int | None = None  # measured at the first layer
+    _measured: bool = False  # the first layer has found out whether a helper is worth it
 
     def has_cold(self, experts: int) -> bool:
         return any(len(hot) < experts for hot in self.hot)
@@ -75,18 +75,31 @@ class SpanExperts:
     def keep_staging(self, stored: StoredExperts, staging: Staging) -> None:
         self._staging[_kind(stored)] = staging
 
-    def bring_helper(self, weights: PackedWeights, used: int, hidden: int, width: int, device: torch.device) -> None:
-        """Give the layer the helper of the span; the first one starts it and measures what it is worth."""
+    def bring_helper(self, weights: PackedWeights, used: int, width: int, x: torch.Tensor) -> None:
+        """Give the layer the helper of the span; the first one starts it and measures, with x [1, hidden], what it is
+        worth."""
         pairs = max(self.ring)
         if not self.helps or pairs < used:
             return
-        if self._share is None:
-            self._helper = Helper.start(pairs // used, pairs, hidden, width, device)
-            self._share = measure_share(weights, self._helper, hidden, device) if self._helper else 0
-            if not self._share:
+        if not self._measured:
+            self._measured = True
+            self._helper = Helper.start(pairs // used, pairs, x.shape[1], width, x.device)
+            if self._helper is not None and not self._is_worth_it(self._helper, weights, x):
                 self._helper = None  # its threads end
         if self._helper is not None:
-            weights.let_help(self._helper, self._share)
+            weights.let_help(self._helper)
+
+    @staticmethod
+    def _is_worth_it(helper: Helper, weights: PackedWeights, x: torch.Tensor) -> bool:
+        """Whether the CPU takes any; how many is written where the device reads it."""
+        weights.let_help(helper)
+        if weights.helper is None:
+            return False
+        takes = measure_takes(weights, weights.helper, x)
+        helper.takes.copy_(torch.tensor(takes))
+        if not any(takes):
+            weights.helper = None
+        return any(takes)
 
 
 def load_routed_ffn(
@@ -147,8 +160,8 @@ def make_expert_set(
         weights = PackedWeights(stored, residency, device, plan.staging_like(stored), plan.keep)
         plan.keep_staging(stored, weights.staging)
         plan.cost = plan.cost or measure_costs(weights, residency, router.shape[1], dtype)
-        if 2 * residency.slots < stored.count:  # a token that misses fewer than half has them by link as soon
-            plan.bring_helper(weights, used, router.shape[1], stored.parts[0].shape[1], device)
+        x = torch.randn(1, router.shape[1], device=device).to(dtype)
+        plan.bring_helper(weights, used, stored.parts[0].shape[1], x)
     else:
         weights = DenseWeights(stored, residency, device, dtype, plan.keep)
     return ExpertSet(router, used, weights, residency, shared, plan.cost or CostModel.same_memory(), counter)

@@ -1,8 +1,8 @@
 """Finding and fetching experts on a GPU, without asking Python.
 
 Cold weights lie in pinned host memory that the device can address, so a kernel which finds that an expert is missing
-reads it over the link by itself, or puts it on the list of a crew of CPU threads. One row that asks no crew has all of
-it in the launches that choose and multiply (`route_row`, and `kernels.moe.bring`); else it takes a launch for each.
+reads it over the link by itself, or puts it on the list of a crew of CPU threads. One row has all of it in the launches
+that choose and multiply (`route_row`, and `kernels.moe.bring`); more rows take a launch for each.
 """
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from rekindle.kernels.device import starting_early
 from rekindle.kernels.matmul.arrivals import all_arrived, counters
+from rekindle.kernels.moe.bring import host_answered
 from rekindle.kernels.moe.naive import LEAST_SUM
 from rekindle.kernels.moe.triton import chosen, route_config, store_logits
 
 if TYPE_CHECKING:
-    from rekindle.experts.helper import LayerHelper
     from rekindle.experts.residency import Residency
+    from rekindle.kernels.moe.cold import Answer
 
+Mail = tuple[Tensor | int, ...]  # `LayerHelper.mailbox`
 PIECE = 4096  # 32-bit words one program copies
-PATIENCE = 20_000_000  # looks at host memory, of about a microsecond each
+X_AT_ONCE = tl.constexpr(1024)  # values of x that go to the mailbox at once
 
 
 @triton.jit
 def _admit(  # type: ignore[no-untyped-def]
-    id, pairs, table, owner, used_at, step, tally, load, ring, hot, share, P: tl.constexpr, R: tl.constexpr
+    id, pairs, table, owner, used_at, step, tally, load, takes, ring, hot,
+    HELPED: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """What `Residency._admit` does, for the ids [P]: (slots or -1, whether the expert must be brought there first)."""
+    """What `Residency._admit` does, for the ids [P]: (slots or -1, whether the expert must be brought there first, how
+    many experts are left to the CPU)."""
     p = tl.arange(0, P)
     s = tl.arange(0, R)
     live = p < pairs
@@ -45,7 +49,7 @@ def _admit(  # type: ignore[no-untyped-def]
     missing = live & (slot < 0) & (tl.sum(before.to(tl.int32), 1) == 0)
     turn = tl.cumsum(missing.to(tl.int32), 0) - 1
     count = tl.sum(missing.to(tl.int32), 0)
-    left = (count * share + 128) // 256
+    left = tl.load(takes + count, count > 0, other=0) if HELPED else 0
     comes = missing & ((turn + now) % tl.maximum(count, 1) >= left)
     turn = tl.cumsum(comes.to(tl.int32), 0) - 1
     hit = tl.sum(((owned[:, None] == id[None, :]) & live[None, :]).to(tl.int32), 1) > 0
@@ -68,20 +72,50 @@ def _admit(  # type: ignore[no-untyped-def]
     tl.store(used_at + s, age, (s < ring) & (age == now))
     tl.store(load + s, arriving, s < ring)
     tl.store(step, now)
-    return slot, brought
+    return slot, brought, left
 
 
-# ---- one row: choosing and admitting are one launch --------------------------------------------------------------
+@triton.jit
+def _ask(  # type: ignore[no-untyped-def]
+    h, away, some, place, weight, layer, asked, head, box_place, box_row, box_weight, x, number, gone,
+    rows, hidden, USED: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """The pairs [P] that are away, which are some, go into the mailbox.
+
+    asked, head, box_place, box_row, box_weight and x are addresses in host memory, which mean the same here.
+    """
+    p = tl.arange(0, P)
+    turn = tl.cumsum(away.to(tl.int32), 0) - 1
+    if tl.load(gone) == 0:  # or the mailbox is left alone: a thread may still read a request that was given up
+        tl.store(box_place.to(tl.pointer_type(tl.int32)) + turn, place, away)
+        tl.store(box_row.to(tl.pointer_type(tl.int32)) + turn, p // USED, away)
+        tl.store(box_weight.to(tl.pointer_type(tl.float32)) + turn, weight, away)
+        for start in range(0, rows * hidden, X_AT_ONCE):
+            k = start + tl.arange(0, X_AT_ONCE)
+            value = tl.load(h + k, k < rows * hidden, other=0.0).to(tl.float32)
+            tl.store(x.to(tl.pointer_type(tl.float32)) + k, value, k < rows * hidden)
+        heads = head.to(tl.pointer_type(tl.int64))
+        tl.store(heads, layer)
+        tl.store(heads + 1, some)
+        tl.store(heads + 2, rows)
+        tl.debug_barrier()  # all of it is written, and by the release everyone sees it, before the host is asked
+        request = tl.atomic_add(number, 1, sem="acq_rel", scope="sys") + 1
+        tl.debug_barrier()
+        tl.store(asked.to(tl.pointer_type(tl.int32)), request)
+
+
+# ---- one row: choosing, admitting and asking are one launch ------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["ring", "hot"])
 def _route_row_kernel(  # type: ignore[no-untyped-def]
     h, router, logits, slots, sources, weights, arrived, experts, hidden, least,
-    table, owner, used_at, step, tally, load, places, ring, hot,
-    USED: tl.constexpr, E: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
+    table, owner, used_at, step, tally, load, places, takes, ring, hot,
+    layer, count, asked, head, box_place, box_row, box_weight, x, number, gone,
+    USED: tl.constexpr, E: tl.constexpr, P: tl.constexpr, R: tl.constexpr, HELPED: tl.constexpr,
     BE: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BE logits; the last program does the rest."""
+    """BE logits; the last program does the rest. A pair that the host takes keeps slot 0 here, with no weight."""
     if EARLY:
         gdc_launch_dependents()
     store_logits(h, router, logits, 1, experts, hidden, BE, 1, BK, EARLY)
@@ -90,52 +124,67 @@ def _route_row_kernel(  # type: ignore[no-untyped-def]
         p = tl.arange(0, P)
         id = tl.where(p < USED, id, -1)
         place = tl.load(places + id, p < USED, other=-1)
-        slot, brought = _admit(id, USED, table, owner, used_at, step, tally, load, ring, hot, 0, P, R)
+        slot, brought, left = _admit(
+            id, USED, table, owner, used_at, step, tally, load, takes, ring, hot, HELPED, P, R
+        )  # fmt: skip
+        if HELPED:
+            tl.store(count, left)  # a row's experts are distinct
+            if left > 0:
+                away = (slot < 0) & (p < USED)
+                _ask(
+                    h, away, left, place, weight, layer, asked, head, box_place, box_row, box_weight, x, number, gone,
+                    1, hidden, USED, P,
+                )  # fmt: skip
+                weight = tl.where(away, 0.0, weight)
+                slot = tl.maximum(slot, 0)
         tl.store(slots + p, slot, p < USED)
         tl.store(sources + p, tl.where(brought, place, -1), p < USED)
         tl.store(weights + p, weight, p < USED)
 
 
 def route_row(
-    h: Tensor, router: Tensor, used: int, residency: Residency, tally: Tensor, places: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For h [1, hidden]: the slots of the chosen experts, the place in host memory that each must first be brought from
-    (-1: it is here), their weights; all [1, used]."""
+    h: Tensor, router: Tensor, used: int, residency: Residency, tally: Tensor, places: Tensor,
+    mailbox: Mail | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """For h [1, hidden]: the slots of the chosen experts, the place in host memory that each must be brought from first
+    (-1: it is not brought), their weights; all [1, used]. The mailbox's readers are asked for their share."""
     experts, hidden = router.shape
     device, config = h.device, route_config(1)
     slots, sources = (torch.empty(1, used, dtype=torch.int32, device=device) for _ in range(2))
     weights = torch.empty(1, used, dtype=torch.float32, device=device)
     logits = torch.empty(1, experts, dtype=torch.float32, device=device)
     load = torch.empty_like(residency.owner)
+    takes, *asking = mailbox or (load, 0, load, *(0,) * 6, load, load)
     _route_row_kernel[(triton.cdiv(experts, config.experts),)](
         h.contiguous(), router, logits, slots, sources, weights, counters(device), experts, hidden, LEAST_SUM,
-        residency.table, residency.owner, residency.used_at, residency.step, tally, load, places,
-        residency.ring, len(residency.hot), USED=used, E=triton.next_power_of_2(experts),
-        P=triton.next_power_of_2(used), R=triton.next_power_of_2(residency.ring),
+        residency.table, residency.owner, residency.used_at, residency.step, tally, load, places, takes,
+        residency.ring, len(residency.hot), *asking, USED=used, E=triton.next_power_of_2(experts),
+        P=triton.next_power_of_2(used), R=triton.next_power_of_2(residency.ring), HELPED=mailbox is not None,
         BE=config.experts, BK=min(config.columns, triton.next_power_of_2(hidden)),
         num_warps=config.warps, **starting_early(device),
     )  # fmt: skip
     return slots, sources, weights
 
 
-# ---- a launch for each -------------------------------------------------------------------------------------------
+# ---- more rows: a launch for each --------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["pairs", "ring", "hot", "share"])
+@triton.jit(do_not_specialize=["pairs", "ring", "hot"])
 def _admit_kernel(  # type: ignore[no-untyped-def]
-    ids, table, owner, used_at, step, tally, slots, load, pairs, ring, hot, share, P: tl.constexpr, R: tl.constexpr
+    ids, table, owner, used_at, step, tally, slots, load, takes, pairs, ring, hot,
+    HELPED: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     p = tl.arange(0, P)
     id = tl.load(ids + p, p < pairs, other=-1)
-    slot, _brought = _admit(id, pairs, table, owner, used_at, step, tally, load, ring, hot, share, P, R)
+    slot, _brought, _left = _admit(id, pairs, table, owner, used_at, step, tally, load, takes, ring, hot, HELPED, P, R)
     tl.store(slots + p, slot, p < pairs)
 
 
-def admit(residency: Residency, ids: Tensor, tally: Tensor, share: int) -> tuple[Tensor, Tensor]:
+def admit(residency: Residency, ids: Tensor, tally: Tensor, takes: Tensor | None) -> tuple[Tensor, Tensor]:
     slots, load = torch.empty_like(ids), torch.empty_like(residency.owner)
     _admit_kernel[(1,)](
         ids, residency.table, residency.owner, residency.used_at, residency.step, tally, slots, load,
-        ids.numel(), residency.ring, len(residency.hot), share,
+        load if takes is None else takes, ids.numel(), residency.ring, len(residency.hot), HELPED=takes is not None,
         P=triton.next_power_of_2(ids.numel()), R=triton.next_power_of_2(residency.ring), num_warps=4
     )  # fmt: skip
     return slots, load
@@ -189,93 +238,56 @@ def exchange(pieces: Tensor, place: int, slot: int) -> None:
     _exchange_kernel[(pieces.shape[0],)](pieces, place, slot, B=PIECE, num_warps=8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "rows"])
 def _ask_kernel(  # type: ignore[no-untyped-def]
-    h, ids, slots, weights, kept, places, layer, count, asked, head, place, row, weight, x, number, gone,
-    pairs, rows, hidden, USED: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
+    h, ids, slots, weights, kept, places, layer, count, asked, head, box_place, box_row, box_weight, x, number, gone,
+    pairs, rows, hidden, USED: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """One program: the pairs that have no slot go into the mailbox; here they keep slot 0 with no weight.
-
-    asked, head, place, row, weight and x are addresses in host memory, which mean the same here.
-    """
-    asked = asked.to(tl.pointer_type(tl.int32))
-    head = head.to(tl.pointer_type(tl.int64))
-    place = place.to(tl.pointer_type(tl.int32))
-    row = row.to(tl.pointer_type(tl.int32))
-    weight = weight.to(tl.pointer_type(tl.float32))
-    x = x.to(tl.pointer_type(tl.float32))
+    """One program: pairs that have no slot go to the host; here they keep slot 0 with no weight."""
     p = tl.arange(0, P)
     slot = tl.load(slots + p, p < pairs, other=0)
+    weight = tl.load(weights + p, p < pairs, other=0.0)
+    place = tl.load(places + tl.load(ids + p, p < pairs, other=0), p < pairs, other=0)
     away = (slot < 0) & (p < pairs)
-    w = tl.load(weights + p, p < pairs, other=0.0)
-    turn = tl.cumsum(away.to(tl.int32), 0) - 1
     some = tl.sum(away.to(tl.int32), 0)
-    is_there = tl.load(gone) == 0  # or the mailbox is left alone: a thread may still read a request that was given up
     tl.store(count, some)
-    tl.store(place + turn, tl.load(places + tl.load(ids + p, away, other=0), away, other=0), away & is_there)
-    tl.store(row + turn, p // USED, away & is_there)
-    tl.store(weight + turn, w, away & is_there)
+    if some > 0:
+        _ask(
+            h, away, some, place, weight, layer, asked, head, box_place, box_row, box_weight, x, number, gone,
+            rows, hidden, USED, P,
+        )  # fmt: skip
     tl.store(slots + p, tl.maximum(slot, 0), p < pairs)
-    tl.store(kept + p, tl.where(away, 0.0, w), p < pairs)
-    if (some > 0) & is_there:
-        for start in range(0, rows * hidden, B):
-            k = start + tl.arange(0, B)
-            tl.store(x + k, tl.load(h + k, k < rows * hidden, other=0.0).to(tl.float32), k < rows * hidden)
-        tl.store(head, layer)
-        tl.store(head + 1, some)
-        tl.store(head + 2, rows)
-        tl.debug_barrier()  # all of it is written, and by the release everyone sees it, before the host is asked
-        request = tl.atomic_add(number, 1, sem="acq_rel", scope="sys") + 1
-        tl.debug_barrier()
-        tl.store(asked, request)
+    tl.store(kept + p, tl.where(away, 0.0, weight), p < pairs)
 
 
-def ask(helper: LayerHelper, h: Tensor, ids: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+def ask(mailbox: Mail, places: Tensor, h: Tensor, ids: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     """The weights that are left for the device. `slots` are those of `admit`, and all name one afterwards."""
-    box, kept = helper.box, torch.empty_like(weights)
+    kept = torch.empty_like(weights)
     rows, hidden = h.shape
     _ask_kernel[(1,)](
-        h.contiguous(), ids, slots, weights, kept, helper.places, helper.layer.data_ptr(), helper.count,
-        *(part.data_ptr() for part in (box.asked, box.head, box.place, box.row, box.weight, box.x)),
-        helper.number, helper.gone, ids.numel(), rows, hidden,
-        USED=ids.shape[1], P=triton.next_power_of_2(ids.numel()), B=1024, num_warps=4
+        h.contiguous(), ids, slots, weights, kept, places, *mailbox[1:], ids.numel(), rows, hidden,
+        USED=ids.shape[1], P=triton.next_power_of_2(ids.numel()), num_warps=4
     )  # fmt: skip
     return kept
 
 
 @triton.jit
 def _collect_kernel(  # type: ignore[no-untyped-def]
-    total, out, done, lost, number, count, gone, size, patience, B: tl.constexpr
+    total, count, number, gone, done, lost, out, patience, size, B: tl.constexpr
 ):  # fmt: skip
-    """Add what the host has computed, once it has. A host that does not answer is said, and never waited for again;
-    the sum is then not a number, so that nothing plausible comes of it.
-
-    out, done and lost are addresses in host memory.
-    """
-    out = out.to(tl.pointer_type(tl.float32))
-    done = done.to(tl.pointer_type(tl.int32))
-    lost = lost.to(tl.pointer_type(tl.int32))
+    """Add what the host has computed, once it has; not a number if it did not answer, so that nothing plausible comes
+    of it."""
     if tl.load(count) > 0:
-        want = tl.load(number)
-        seen = tl.load(done, volatile=True)
-        was_gone = tl.load(gone) != 0
-        tries = tl.where(was_gone, patience, 0)
-        while (seen != want) & (tries < patience):
-            seen = tl.load(done, volatile=True)
-            tries += 1
-        if seen != want:
-            tl.store(gone, 1)
-            tl.store(lost, 1)
+        fine = host_answered(number, gone, done, lost, patience)
         k = tl.program_id(0) * B + tl.arange(0, B)
-        share = tl.load(out + k, k < size, other=0.0, volatile=True)
-        share = tl.where(was_gone | (seen != want), float("nan"), share)
+        share = tl.load(out.to(tl.pointer_type(tl.float32)) + k, k < size, other=0.0, volatile=True)
+        share = tl.where(fine, share, float("nan"))
         tl.store(total + k, tl.load(total + k, k < size, other=0.0).to(tl.float32) + share, k < size)
 
 
-def collect(helper: LayerHelper, total: Tensor) -> None:
+def collect(answer: Answer, total: Tensor) -> None:
     """total [rows, hidden] gets the share of the pairs that `ask` sent away."""
-    box, block = helper.box, min(1024, triton.next_power_of_2(total.numel()))
+    block = min(1024, triton.next_power_of_2(total.numel()))
     _collect_kernel[(triton.cdiv(total.numel(), block),)](
-        total, box.out.data_ptr(), box.done.data_ptr(), box.lost.data_ptr(), helper.number, helper.count,
-        helper.gone, total.numel(), PATIENCE, B=block, num_warps=4
+        total, answer.count, *answer.waiting, total.numel(), B=block, num_warps=4
     )  # fmt: skip

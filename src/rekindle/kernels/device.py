@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
+from typing import Any, TypeVar
 
 import torch
+from triton import knobs
 
+CARVEOUT = 9  # how the driver calls the share of a multiprocessor's memory that a kernel wants as shared memory
+SHARED_PART = 10  # that share, in per cent: what is left is its first cache
 ROOMY = 200_000  # bytes of shared memory per program: data-centre cards have 227 KiB, others 64 to 100
+
+T = TypeVar("T", bound=Any)  # a kernel, compiled or interpreted
 
 
 def is_roomy(device: torch.device) -> bool:
@@ -35,13 +42,38 @@ def stream_of(device: torch.device) -> int:
 
 def starting_early(device: torch.device) -> dict[str, bool]:
     """Launch arguments of a kernel of the decode step: from Hopper on its programs take their places while the launch
-    before still runs. A kernel that takes EARLY lets the launch behind it do the same, and waits (gdc_wait) before it
-    touches anything that an earlier launch writes or reads; weights it may read at once.
+    before still runs. A kernel that takes EARLY lets the launch behind it do the same (a product of one row when it is
+    done with its sums, others at once), and waits (gdc_wait) before it touches anything that an earlier launch writes
+    or reads; weights it may read at once.
 
     One exception: gated_delta_step reads the state of its slot before it waits. The step before wrote that, and every
     forward begins with a plain copy (its inputs), which waits for all that went before and for which all behind it
     wait. So between two steps on one state such a launch must lie, one that does not start early."""
     return {"EARLY": True, "launch_pdl": True} if _has_dependent_launch(device) else {"EARLY": False}
+
+
+_readers = set[str]()  # names of kernels
+
+
+def reads_much(kernel: T) -> T:
+    """Stands above the large kernels of a decode step: they all ask for the same division of a multiprocessor's memory.
+
+    A kernel that says nothing runs with the division that the one before left, and attention leaves hardly any first
+    cache. But where neighbours ask for different ones, the multiprocessors run empty in between (docs/LOG.md).
+    """
+    _readers.add(kernel.__name__)
+    knobs.runtime.kernel_load_end_hook.add(_on_load)
+    return kernel
+
+
+def _on_load(module: object, function: int, name: str, files: dict[str, str], digest: str) -> None:
+    if name in _readers and torch.version.hip is None:
+        _divide(function)
+
+
+def _divide(function: int) -> None:
+    error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, SHARED_PART)
+    assert error == 0, f"the driver refuses {SHARED_PART} per cent of shared memory: error {error}"
 
 
 @cache

@@ -46,7 +46,7 @@ class AttentionBlock:
     def forward(self, h: torch.Tensor, rows: Ragged, state: LayerState) -> torch.Tensor:
         assert isinstance(state, KvState)
         spec, n = self.spec, h.shape[0]
-        q, k, v = multiply_all(h, [self.q, self.k, self.v])
+        q, k, v = multiply_all(h, [self.q, self.k, self.v], then=self.out)
         q = q.view(n, spec.heads, -1)
         k, v = k.view(n, spec.kv_heads, spec.head_dim), v.view(n, spec.kv_heads, spec.head_dim)
         query = norm_rope_store(
@@ -74,7 +74,7 @@ class DeltaBlock:
 
     def forward(self, h: torch.Tensor, rows: Ragged, state: LayerState) -> torch.Tensor:
         assert isinstance(state, DeltaState)
-        inputs, z, a, b = multiply_all(h, [self.qkv, self.gate, self.alpha, self.beta])
+        inputs, z, a, b = multiply_all(h, [self.qkv, self.gate, self.alpha, self.beta], then=self.out)
         if rows.rewindable:
             mixed = gated_rms_norm(self._mix_keeping_rows(inputs, a, b, rows, state), z, self.norm, self.eps)
         else:
@@ -103,7 +103,7 @@ class DenseFfn:
     down: Matrix
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return multiply(swiglu(h, self.gate, self.up), self.down)
+        return multiply(swiglu(h, self.gate, self.up, then=self.down), self.down)
 
 
 @dataclass(frozen=True, slots=True)

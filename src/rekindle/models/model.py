@@ -27,7 +27,7 @@ class Head:
     eps: float
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return multiply(rms_norm(x, self.norm, self.eps), self.matrix).float()
+        return multiply(rms_norm(x, self.norm, self.eps), self.matrix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,6 @@ class ModelSpan:
         return x if y is None else x + y
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, vocab] float32 logits."""
+        """[rows, vocab] logits, in the type of the activations."""
         assert self.head is not None, f"stage {self.span} is not the last and has no head"
         return self.head.forward(x)

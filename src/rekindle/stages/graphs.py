@@ -142,7 +142,7 @@ class RecordedSteps:
     def run(
         self, form: Form, batch: Batch, seats: Sequence[Seat], hidden: torch.Tensor | None, ahead: Ahead | None
     ) -> torch.Tensor:
-        """A batch that `form` serves -> hidden or logits [batch.rows, …], a copy that later steps do not touch."""
+        """A batch that `form` serves -> hidden [batch.rows, …], or logits in float32; later steps do not touch it."""
         step = self._steps.get(form) or self._make(form)
         with step.host.next() as host:
             step.layout.fill(batch, seats, host)
@@ -153,7 +153,8 @@ class RecordedSteps:
             step.hidden_in[: batch.rows].copy_(hidden, non_blocking=True)
         step.replay()
         assert step.output is not None, "a step that ran has an output"
-        return step.output[: batch.rows].clone()
+        output = step.output[: batch.rows]
+        return output.to(torch.float32, copy=True) if self._model.is_last else output.clone()
 
     def make_ready(self, form: Form) -> None:
         """Record the step now if it is not yet."""

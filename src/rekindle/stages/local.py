@@ -188,7 +188,7 @@ class LocalStage:
             layout = self._lay_out(form, batch, seats, ahead)
             x = self.model.run(self.model.enter(layout.tokens, hidden), layout.ragged, self._states)
             if self.model.is_last and batch.logit_rows:
-                x = self.model.leave(x if wanted is None else x[wanted])
+                x = self.model.leave(x if wanted is None else x[wanted]).float()
             self._record_what_follows(batch, seats, form.notes)
         self._advance(batch)
         skipping = self._reader.skipping

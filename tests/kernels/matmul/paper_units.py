@@ -9,7 +9,7 @@ import pytest
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from rekindle.kernels.matmul import mma
+from rekindle.kernels.matmul import mma, turns
 
 
 def array(value: Any) -> np.ndarray:
@@ -56,6 +56,10 @@ def bring(p: tl.tensor, nbytes: int, live: tl.tensor) -> None:
 
 def nothing() -> None:
     """Launches follow one another here: none waits."""
+
+
+def hold(address: tl.tensor) -> tl.tensor:
+    return address
 
 
 def load_two(address: tl.tensor) -> tuple[tl.tensor, ...]:
@@ -124,13 +128,14 @@ def product(*operands: Any) -> tuple[tl.tensor, ...]:
 
 
 def lay_out(monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
-    """Replace the instructions in `mma` and in modules that use one directly."""
+    """Replace the instructions in `mma`, in `turns` and in modules that use one directly."""
     here = {
         "bring": bring,
         "gdc_wait": nothing,
         "gdc_launch_dependents": nothing,
         "load_four": load_four,
         "ask_for": ask_for,
+        "hold": hold,
         "load_two": load_two,
         "load_piece": load_piece,
         "load_quad": load_quad,
@@ -144,7 +149,7 @@ def lay_out(monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
         "byte_as_float": byte_as_float,
         "mma": product,
     }
-    for module in (mma, *users):
+    for module in (mma, turns, *users):
         for name, function in here.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, function)

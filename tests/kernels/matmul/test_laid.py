@@ -45,7 +45,7 @@ def test_matrices_of_several_types_share_a_launch(early: bool, monkeypatch: pyte
 def test_rows_are_laid_out_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     for form in (laid, nvidia):
-        monkeypatch.setattr(form, "multiply", lambda x, w, r, form=form: taken.append(form) or [x])
+        monkeypatch.setattr(form, "multiply", lambda x, w, r, form=form, then=None: taken.append(form) or [x])
     packed, wide = (dataclasses.replace(made("Q4_K", 16, 256)[0], rows=rows) for rows in (16, 8192))
     for rows, weight in ((1, packed), (2, packed), (16, wide), (17, wide), (32, wide)):
         fast.multiply(drawn(rows, 256, dtype=BF16), weight)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
-from paper_units import lay_out
+from paper_units import array, lay_out
 from test_matmul import drawn, error, made
 
 from rekindle.kernels.matmul import laid, mma, naive, nvidia
@@ -28,6 +31,85 @@ def test_products_agree_with_the_definition(type: str, rows: int, ahead: bool) -
     config = nvidia.FewConfig(warps=2, eights={1: 0, 3: 1, 11: 2}[rows], ahead=ahead)
     (out,) = nvidia.multiply(x, [packed], torch.zeros(rows, 21), config)
     assert error(out, x.float() @ values.T) < 1e-4  # the interpreter rounds products that the card fuses
+
+
+@pytest.mark.parametrize("type", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("columns", [1024, 1280])
+def test_one_row_agrees_whether_or_not_its_turns_come_out_even(type: str, columns: int) -> None:
+    packed, values = made(type, 21, columns)
+    x = drawn(1, columns, dtype=BF16)
+    (out,) = nvidia.multiply(x, [packed], torch.zeros(1, 21), nvidia.FewConfig(2, 0, False))
+    assert error(out, x.float() @ values.T) < 1e-4  # the interpreter rounds products that the card fuses
+
+
+@pytest.fixture(name="fetched")
+def _fetched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Address and bytes of all that is asked for ahead, on a card whose launches begin early."""
+    asked: list[tuple[int, int]] = []
+
+    def bring(p: Any, nbytes: Any, live: Any) -> None:
+        for address in np.broadcast_to(array(p), array(live).shape)[array(live) != 0]:
+            asked.append((int(address), array(nbytes).item()))
+
+    monkeypatch.setattr(nvidia, "bring", bring)
+    monkeypatch.setattr(nvidia, "starting_early", lambda device: {"EARLY": True})
+    return asked
+
+
+@pytest.mark.parametrize("type", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("nbytes", [1 << 14, 1 << 30])
+def test_the_next_matrix_is_fetched_from_its_beginning_and_never_past_its_end(
+    type: str, nbytes: int, fetched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvidia, "BROUGHT", nbytes)
+    monkeypatch.setattr(nvidia, "BRINGERS", 3)
+    (packed, values), (behind, _) = made("Q4_K", 70, 512), made(type, 64, 1024, 1)
+    x = drawn(1, 512, dtype=BF16)
+    (out,) = nvidia.multiply(x, [packed], torch.zeros(1, 70), then=behind)
+    assert error(out, x.float() @ values.T) < 1e-4  # the interpreter rounds products that the card fuses
+    for plane in behind.planes:
+        mine = sorted(piece for piece in fetched if 0 <= piece[0] - plane.data_ptr() < plane.nbytes)
+        assert len(mine) == 3, "of five programs the last three"
+        ends = [address + size for address, size in mine]
+        assert [plane.data_ptr(), *ends[:-1]] == [address for address, _ in mine], "from its beginning, without gaps"
+        share = min(1.0, nbytes / behind.nbytes) * plane.nbytes
+        assert 0.8 * share <= ends[-1] - plane.data_ptr() <= share
+
+
+def test_gate_and_up_fetch_what_comes_behind_them(fetched: list[tuple[int, int]]) -> None:
+    (gate, gate_values), (up, up_values) = made("Q4_K", 21, 512), made("Q4_K", 21, 512, 1)
+    x, (behind, _) = drawn(1, 512, dtype=BF16), made("Q4_K", 40, 256, 2)
+    out = nvidia.swiglu(x, gate, up, then=behind)
+    assert error(out, naive.swiglu(x.float(), gate_values, up_values)) < 8e-3
+    assert behind.codes.data_ptr() in dict(fetched)
+
+
+def test_only_one_row_lets_the_next_launch_in_late_and_several_rows_do_not_begin_early_where_they_run_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nvidia, "starting_early", lambda device: {"EARLY": True})
+    behind, _ = made("Q4_K", 5, 256)
+    one, two = torch.zeros(1, 256, dtype=BF16), torch.zeros(2, 256, dtype=BF16)
+    long = nvidia.LARGE // 256
+    assert nvidia.letting_in(one, long, behind) == {"EARLY": True, "LATE": True, "THEN": True}
+    assert nvidia.letting_in(one, 16, None) == {"EARLY": True, "LATE": True, "THEN": False}
+    assert nvidia.letting_in(two, long, behind) == {"EARLY": False, "LATE": False, "THEN": False}
+    assert nvidia.letting_in(two, 16, behind) == {"EARLY": True, "LATE": False, "THEN": False}
+
+
+def test_the_door_names_the_next_matrix_only_where_the_units_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[object] = []
+
+    def products(x: torch.Tensor, weights: object, residual: object = None, then: object = None) -> list[torch.Tensor]:
+        named.append(then)
+        return [x]
+
+    monkeypatch.setattr(nvidia, "multiply", products)
+    (packed, _), (other, _) = made("Q4_K", 5, 256), made("Q8_0", 5, 256)
+    x, matrix = drawn(1, 256, dtype=BF16), Matrix((5, 256), packed=packed)
+    for then in (matrix, Matrix((5, 256), packed=other), Matrix((5, 256), dense=drawn(5, 256)), None):
+        fast.multiply_by_all(x, [matrix], then)
+    assert [id(each) for each in named] == [id(packed), id(None), id(None), id(None)]
 
 
 @pytest.mark.parametrize("ahead", [True, False])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from paper_units import Stretch, array, lay_out, load_one, load_piece, memory, registers, words
+from paper_units import array, lay_out, load_one, load_piece, memory, registers
 from test_moe import drawn, error, matrix, stack
 from torch import Tensor
 
@@ -25,13 +25,6 @@ def load_long(address: tl.tensor) -> tl.tensor:
     both = memory(array(address), 2, np.ones(array(address).shape))
     lower, upper = (array(word).view(np.uint32).astype(np.uint64) for word in both)
     return registers((upper << np.uint64(32) | lower).view(np.int64), tl.int64)
-
-
-def load_short(address: tl.tensor) -> tl.tensor:
-    at = array(address).astype(np.int64)
-    first = int(at.min()) // 4 * 4
-    every = np.asarray(Stretch(first, (int(at.max()) - first) // 4 + 1)).view(np.uint16)
-    return words(every[(at - first) // 2])
 
 
 def bytes_of(register: Any, shape: tuple[int, ...], type: type[np.integer[Any]]) -> np.ndarray:
@@ -64,7 +57,7 @@ def _paper(monkeypatch: pytest.MonkeyPatch) -> None:
         "load_entry": load_piece,
         "load_fixed": load_one,
         "load_long": load_long,
-        "load_short": load_short,
+        "load_scales": load_piece,
         "integer_mma": integer_product,
     }.items():
         monkeypatch.setattr(integers, name, function)
@@ -126,6 +119,15 @@ def test_values_come_back_from_whole_ones() -> None:
     assert torch.equal(v.abs().amax(-1), torch.where(blocks.abs().amax(-1) > 0, 32512, 0))
     assert torch.allclose(total[..., 0], -(v * factor).sum(-1), rtol=1e-5, atol=1e-4)
     assert torch.equal(entries[..., 2:], torch.stack((v[..., :16].sum(-1), v[..., 16:].sum(-1)), -1).int() * -32)
+
+
+def test_every_pair_is_in_one_tile_of_its_expert() -> None:
+    ids = torch.tensor([[2, 0, 5], [2, 5, 4], [2, 5, 0], [5, 2, 1]], dtype=torch.int32)
+    _, order, tiles = integers.prepare(drawn(4, 256), ids, 6)
+    flat = ids.flatten().tolist()
+    assert order.tolist() == sorted(range(12), key=lambda pair: (flat[pair], pair))
+    # expert 0 has two pairs, 1 one, 2 four, 3 none, 4 one, 5 four
+    assert tiles.tolist() == [2, 0, 4 + 1, 8 + 2, 0, 8 + 2, 0, 16 + 1, 20 + 2, 0, 20 + 2, 0]
 
 
 def test_rows_between_pairs_and_eights_take_this_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from rekindle.experts.packed import _empty_stack, _on, make_parts
 from rekindle.kernels.matmul import mma
 from rekindle.kernels.moe import naive, nvidia
 from rekindle.kernels.moe import triton as fast
-from rekindle.kernels.moe.cold import Missing
+from rekindle.kernels.moe.cold import Answer, Missing
 from rekindle.kernels.moe.types import SharedExpert
 
 EXPERTS, HIDDEN, WIDTH, USED = 2, 256, 256, 1
@@ -96,3 +96,28 @@ def test_a_missing_expert_is_brought_and_multiplied_in_the_same_launches(monkeyp
     hot, slots = run(experts, full), torch.tensor([[0, 2]], dtype=torch.int32)
     assert torch.equal(run(slots, ring, Missing(experts, parts)), hot)
     assert torch.equal(run(slots, ring, Missing(torch.full_like(experts, -1), parts)), hot)  # they are there now
+
+
+def test_what_the_host_computes_is_taken_in_once_and_added_by_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvidia, "when_stored", lambda base, word: base)
+    full = [stack(type, 4, 256, 256, seed)[0] for seed, type in enumerate(("Q4_K", "Q4_K", "Q6_K"), start=1)]
+    parts = make_parts(full, full, torch.device("cpu"))
+    h, planes = drawn(1, 256).to(BF16), [part.planes for part in full]
+    slots = torch.tensor([[0, 3, 0]], dtype=torch.int32)
+    done, lost, theirs = torch.tensor([7], dtype=torch.int32), torch.zeros(1, dtype=torch.int32), drawn(256)
+    count, number, gone = (torch.tensor([value], dtype=torch.int32) for value in (2, 7, 0))
+    answer = Answer(count, number, gone, torch.zeros(256), done.data_ptr(), lost.data_ptr(), theirs.data_ptr())
+
+    def run(weights: list[float]) -> Tensor:
+        missing = Missing(torch.full_like(slots, -1), parts, answer)
+        residual = torch.zeros(1, 256)  # so that the sum is not rounded
+        return nvidia.by_pair(h, slots, torch.tensor([weights]), *planes, 256, None, residual, missing=missing)
+
+    alone = nvidia.by_pair(h, slots[:, 1:2], torch.tensor([[0.4]]), *planes, 256, None, torch.zeros(1, 256))
+    assert torch.allclose(run([0.0, 0.4, 0.0]), alone + theirs, atol=1e-6)
+    count.zero_()  # nobody was asked: what an earlier layer left there is not added
+    assert torch.allclose(run([0.0, 0.4, 0.0]), alone, atol=1e-6)
+    assert not int(lost)
+    count.fill_(1)
+    gone.fill_(1)
+    assert run([0.0, 0.4, 0.0]).isnan().all()

@@ -1,8 +1,9 @@
 """The gated delta rule on a GPU.
 
-A decode step is one launch: convolution, recurrence and gated norm, one program per value head with its state in
-registers, or two with half of its columns each where a single row would leave the card idle. Blocks to verify run the
-same recurrence row by row. Longer segments run sub-chunks of CHUNK rows in two launches:
+A decode step is one launch: convolution, recurrence and gated norm, one program per value head, or two with half of
+its columns each where a single row would leave the card idle. The state passes through registers, in slices of its
+columns where there are many programs. Blocks to verify run the same recurrence row by row. Longer segments run
+sub-chunks of CHUNK rows in two launches:
   prepare  parallel over sub-chunks and heads: T = (I + A)⁻¹, the mixing matrix M, the factors of every row;
   pass     one program per head and run of value columns walks the sub-chunks with the state S in registers:
              δ = T (β v − β e^b r_k (K S));  o = e^b r_q (Q S) + M δ;  S ← e^(b_last) S + Kᵀ (e^(b_last − b) r_k δ)
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rekindle.kernels.device import is_roomy, starting_early
+from rekindle.kernels.device import is_roomy, processors, reads_much, starting_early
 from rekindle.kernels.kept import KeptRows
 from rekindle.kernels.matmul.arrivals import all_arrived, counters
 from rekindle.kernels.ragged import Ragged
@@ -29,7 +30,8 @@ from rekindle.spec import DeltaSpec
 
 CHUNK = 64
 WIDTH = 4  # of the convolution that a decode step can take along
-STEP_WARPS = 4  # of a program of the decode step, which holds a whole head; more than a head has values are no use
+STEP_WARPS = 4  # of a program of the decode step; more than a head has values are no use
+STEP_SLICES = 4  # of a program's columns: while one is worked on two are on their way, and three programs fit
 ROWS = (16, 1)  # value columns of a head and warps of one program of the recurrence over rows
 PASS = (32, 4, 2)  # value columns, warps and pipeline stages of one program of the pass …
 PASS_WIDE = (64, 4, 2)  # … where programs of that width would need a second wave …
@@ -77,13 +79,15 @@ def gated_delta_step(
     _check(inputs, a, b, states, spec)
     out = torch.empty((inputs.shape[0], spec.inner), dtype=z.dtype, device=z.device)
     parts = 2 if ragged.segments == 1 else 1
+    # What fits the card at once stays whole: two large programs to a multiprocessor lie evenly, three small ones less.
+    slices = STEP_SLICES if spec.value_heads * ragged.segments * parts > 2 * processors(z.device) else 1
     raw = torch.empty((inputs.shape[0], spec.inner), dtype=torch.float32, device=z.device) if parts > 1 else out
     _step_kernel[(spec.value_heads * parts, ragged.segments)](
         inputs, taps, windows, a, b, decay, dt_bias, states, out, raw, z, weight, ragged.slots,
         _arrivals(windows, spec), counters(z.device), inputs.stride(0), a.stride(0), b.stride(0), z.stride(0),
         spec.key_dim**-0.5, eps,
         KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, DK=spec.key_dim, DV=spec.value_dim, PARTS=parts,
-        num_warps=STEP_WARPS, **starting_early(inputs.device),
+        SLICES=slices, num_warps=STEP_WARPS, **starting_early(inputs.device),
     )  # fmt: skip
     return out
 
@@ -101,14 +105,16 @@ def _arrivals(windows: Tensor, spec: DeltaSpec) -> Tensor:
     return counters
 
 
+@reads_much
 @triton.jit
 def _step_kernel(
     inputs, taps, windows, a, b, decay, dt_bias, states, out, raw, z, weight, slots, arrivals, arrived,
     input_row, a_row, b_row, z_row, scale, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    SLICES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """PARTS programs share a head by its columns; the last to have its outputs norms them all."""
+    """PARTS programs share a head by its columns, and take theirs in SLICES; the last to have its outputs norms them
+    all."""
     if EARLY:
         gdc_launch_dependents()
     head, row = tl.program_id(0) // PARTS, tl.program_id(1).to(tl.int64)
@@ -117,7 +123,9 @@ def _step_kernel(
     channels: tl.constexpr = 2 * keys + VALUE_HEADS * DV
     sharers: tl.constexpr = VALUE_HEADS // KEY_HEADS * PARTS
     columns: tl.constexpr = DV // PARTS
+    wide: tl.constexpr = columns // SLICES
     i, j = tl.arange(0, DK), tl.program_id(0) % PARTS * columns + tl.arange(0, columns)
+    first = tl.program_id(0) % PARTS * columns + tl.arange(0, wide)
     slot = tl.load(slots + row).to(tl.int64)
     head_decay, head_bias = tl.load(decay + head), tl.load(dt_bias + head)
     every = tl.arange(0, DV)
@@ -126,8 +134,9 @@ def _step_kernel(
     # state, which is large, first: a barrier keeps the compiler from putting that off. It is asked for even before the
     # launch in front is done: it was last written in the step before, and every step begins with a copy of its inputs,
     # which waits for all that went before.
-    at = states + (slot * VALUE_HEADS + head) * DK * DV + i[:, None] * DV + j[None, :]
+    at = states + (slot * VALUE_HEADS + head) * DK * DV + i[:, None] * DV + first[None, :]
     state = tl.load(at)
+    later = tl.load(at + wide) if SLICES > 1 else state
     tl.debug_barrier()
     if EARLY:
         gdc_wait()
@@ -158,8 +167,14 @@ def _step_kernel(
     g = _log_decay(raw_a, head_decay, head_bias)
     beta = tl.sigmoid(raw_b.to(tl.float32))
     forget = tl.exp(g)
-    delta, o = _step_outputs(state, q, k, v, beta, forget)
-    tl.store(at, _step_state(state, k, delta, forget))
+    o = tl.zeros([columns], tl.float32)
+    for s in tl.static_range(SLICES):
+        last = tl.load(at + (s + 2) * wide) if s + 2 < SLICES else later
+        delta, part = _step_outputs(state, q, k, _slice(v, s, wide), beta, forget)
+        tl.store(at + s * wide, _step_state(state, k, delta, forget))
+        o = _with_slice(o, part, s)
+        state = later
+        later = last
     at_head = (row * VALUE_HEADS + head) * DV
     if PARTS == 1:
         _store_normed(o, gate, norm_weight, out + at_head + every, eps, DV)
@@ -168,6 +183,26 @@ def _step_kernel(
         if all_arrived(arrived + row * VALUE_HEADS + head, PARTS):
             whole = tl.load(raw + at_head + every, cache_modifier=".cg")
             _store_normed(whole, gate, norm_weight, out + at_head + every, eps, DV)
+
+
+@triton.jit
+def _slice(whole, s: tl.constexpr, wide: tl.constexpr):
+    """whole[s · wide : (s + 1) · wide]"""
+    if whole.shape[0] == wide:
+        return whole
+    else:
+        return tl.gather(whole, s * wide + tl.arange(0, wide), 0)
+
+
+@triton.jit
+def _with_slice(whole, part, s: tl.constexpr):
+    """whole, with `part` as its slice number s."""
+    wide: tl.constexpr = part.shape[0]
+    if whole.shape[0] == wide:
+        return part
+    else:
+        n = tl.arange(0, whole.shape[0])
+        return tl.where(n // wide == s, tl.gather(part, n % wide, 0), whole)
 
 
 @triton.jit

@@ -73,10 +73,13 @@ def multiply_add(x: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
     return _gpu().multiply(x, matrix.packed, residual)
 
 
-def multiply_all(x: Tensor, matrices: list[Matrix]) -> list[Tensor]:
-    """The same x through several matrices; on a GPU a few rows take one launch for up to four of them."""
+def multiply_all(x: Tensor, matrices: list[Matrix], then: Matrix | None = None) -> list[Tensor]:
+    """The same x through several matrices; on a GPU a few rows take one launch for up to four of them.
+
+    `then`: the matrix that will be read next. A GPU may fetch its beginning meanwhile.
+    """
     if x.is_cuda and _gpu().few(x.shape[0]):
-        return _gpu().multiply_by_all(x, matrices)
+        return _gpu().multiply_by_all(x, matrices, then)
     return [multiply(x, matrix) for matrix in matrices]
 
 
@@ -87,10 +90,10 @@ def gather_rows(matrix: Matrix, ids: Tensor) -> Tensor:
     return _gpu().gather_rows(matrix.packed, ids)
 
 
-def swiglu(x: Tensor, gate: Matrix, up: Matrix) -> Tensor:
-    """silu(gate x) · (up x): [rows, in] -> [rows, width]."""
+def swiglu(x: Tensor, gate: Matrix, up: Matrix, then: Matrix | None = None) -> Tensor:
+    """silu(gate x) · (up x): [rows, in] -> [rows, width]. `then`: as in `multiply_all`."""
     if gate.packed is not None and up.packed is not None:
-        return _gpu().swiglu(x, gate.packed, up.packed)
+        return _gpu().swiglu(x, gate.packed, up.packed, then)
     g, u = multiply_all(x, [gate, up])
     return _gpu().silu_mul(g, u) if x.is_cuda else silu(g) * u
 

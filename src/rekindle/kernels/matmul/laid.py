@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rekindle.kernels.device import starting_early
+from rekindle.kernels.device import reads_much, starting_early
 from rekindle.kernels.matmul.mma import (
-    ask_for_codes,
     block_products,
+    bring,
     dense_products,
     factors,
     load_group,
@@ -31,7 +31,7 @@ from rekindle.kernels.matmul.mma import (
     threads,
 )
 from rekindle.kernels.matmul.nvidia import line_up, outputs_of, readable, rows_of_tiles, starting
-from rekindle.kernels.matmul.tiles import has_minimum
+from rekindle.kernels.matmul.tiles import bits_of, has_minimum
 from rekindle.kernels.matmul.types import Packed
 
 MANY_ROWS = 16  # beyond so many rows x is always laid out …
@@ -65,11 +65,12 @@ def pays(rows: int, width: int) -> bool:
 
 
 def laid_config(rows: int, width: int) -> LaidConfig:
-    """The fastest of those timed on an H200 (docs/LOG.md): enough warps to fill it, few that read the same x."""
+    """The fastest of those timed on an H200 (docs/LOG.md): enough warps to fill it, few that read the same x. Few
+    programs take so many registers that a multiprocessor holds but one, or the first to be free would get them all."""
     tiles = triton.cdiv(width, 16)
     across = min(8, triton.next_power_of_2(triton.cdiv(ENOUGH, tiles)))
     if across > 2:
-        return LaidConfig(1, across, 128 if across == 8 else 168)
+        return LaidConfig(1, across, 255 if across == 8 else 168)
     return LaidConfig(4 if rows <= MANY_ROWS else 2, across, 168)
 
 
@@ -123,13 +124,25 @@ def lay_out(x: Tensor) -> Laid:
 
 
 @triton.jit
+def bring_rows(planes, row, row2, group, COLUMNS: tl.constexpr, TYPE: tl.constexpr, STRIDE: tl.constexpr):
+    """The rows of a tile are on their way to the L2, whole; the warps side by side share the asking."""
+    codes, high, scales, _ = planes
+    g, t, _ = threads(group.shape[1] // 32)
+    mine = tl.where(t == 0, row, row2)
+    go = ((t < 2) & (g % STRIDE == group)).to(tl.int32)
+    bring(codes + mine * (COLUMNS // 8), COLUMNS // 2, go)
+    bring(scales + mine * (COLUMNS // 32), COLUMNS // 16, go)
+    if bits_of(TYPE) > 4:
+        bring(high + mine * (COLUMNS // 32), COLUMNS // (4 if bits_of(TYPE) == 6 else 8), go)
+
+
+@triton.jit
 def laid_products(
-    values, sums, of_first, of_second, row, row2, group,
+    values, sums, planes, row, row2, group,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, STRIDE: tl.constexpr, NT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As `mma.tile_products`, for x that is laid out, row `row` of one matrix and `row2` of another."""
-    codes, high, scales, supers = of_first
-    codes2, high2, scales2, supers2 = of_second
+    """As `mma.tile_products`, for x that is laid out and one tile."""
+    codes, high, scales, supers = planes
     _, t, _ = threads(group.shape[1] // 32)
     lane = tl.arange(0, group.shape[1])[None, :] % 32
     eight = tl.arange(0, NT)[:, None]
@@ -139,14 +152,12 @@ def laid_products(
     nought = tl.zeros(value_at.shape, tl.float32)
     acc = (nought, nought, nought, nought)
     if EARLY:
-        live = group < groups
-        ask_for_codes(codes, high, row, group * 4, live, t, COLUMNS, TYPE)
-        ask_for_codes(codes2, high2, row2, group * 4, live, t, COLUMNS, TYPE)
+        bring_rows(planes, row, row2, group, COLUMNS, TYPE, STRIDE)
         gdc_wait()
     for _ in range(0, groups, STRIDE):
         live = group < groups
         first = load_group(codes, high, scales, supers, row, group, live, t, COLUMNS, TYPE)
-        second = load_group(codes2, high2, scales2, supers2, row2, group, live, t, COLUMNS, TYPE)
+        second = load_group(codes, high, scales, supers, row2, group, live, t, COLUMNS, TYPE)
         block = tl.minimum(group, groups - 1) * 4
         d, m = factors(first[6], TYPE)
         d2, m2 = factors(second[6], TYPE)
@@ -209,11 +220,9 @@ def _segment(
         store_tile(out, residual, over_warps(acc, NT, DOWN * ACROSS), 0, rows, at, width, NT, ADD)
     else:
         row, row2, _, _ = rows_of_tiles(at + 16 * (warp % DOWN) + g, width)
-        planes = codes, high, scales, supers
         sums = whole if has_minimum(TYPE) else halves
-        acc = laid_products(
-            values, sums, planes, planes, row, row2, warp // DOWN, COLUMNS, TYPE, ACROSS, NT, EARLY
-        )  # fmt: skip
+        planes = codes, high, scales, supers
+        acc = laid_products(values, sums, planes, row, row2, warp // DOWN, COLUMNS, TYPE, ACROSS, NT, EARLY)
         c0, c1, c2, c3 = over_columns(acc, NT, DOWN, ACROSS)
         thread = tl.arange(0, 32 * DOWN)[None, :]
         m = 8 * tl.arange(0, NT)[:, None] + thread % 4 * 2
@@ -224,6 +233,7 @@ def _segment(
         store_one(out, residual, c3, m + 1, rows, n + 8, width, ADD)
 
 
+@reads_much
 @triton.jit(do_not_specialize=["rows"])
 def _products_kernel(
     x, x_stride, rows, values, whole, halves, residual,

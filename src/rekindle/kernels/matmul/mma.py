@@ -613,53 +613,6 @@ def group_products_single(acc, tile, address, g, factor, TYPE: tl.constexpr):
 
 
 @triton.jit
-def tile_products_single(
-    address, codes, high, scales, supers, row, row2, group,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, STRIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """As `tile_products`, for one row of x: four [1, threads], to be added up over t and the warps.
-
-    AHEAD: groups come in twos, which share their entry of `supers`.
-    """
-    g, t, _ = threads(group.shape[1] // 32)
-    groups: tl.constexpr = COLUMNS // 128
-    nought = tl.zeros(group.shape, tl.float32)
-    acc = (nought, nought, nought, nought)
-    if AHEAD:
-        group *= 2
-        live = group < groups
-        both = load_supers(supers, row, row2, group, live, COLUMNS)
-        tile = load_tile_single(codes, high, scales, both, row, row2, group, live, t, COLUMNS, TYPE)
-        other = load_tile_single(codes, high, scales, both, row, row2, group + 1, live, t, COLUMNS, TYPE)
-        if EARLY:
-            gdc_wait()
-        for _turn in range(0, groups, 2 * STRIDE):
-            x = address + tl.minimum(group, groups - 2) * 256
-            group += 2 * STRIDE
-            live = group < groups
-            both = load_supers(supers, row, row2, group, live, COLUMNS)
-            tile_next = load_tile_single(codes, high, scales, both, row, row2, group, live, t, COLUMNS, TYPE)
-            other_next = load_tile_single(codes, high, scales, both, row, row2, group + 1, live, t, COLUMNS, TYPE)
-            acc = group_products_single(acc, tile, x, g, 1.0, TYPE)
-            acc = group_products_single(acc, other, x + 256, g, 1.0, TYPE)
-            tile = tile_next
-            other = other_next
-    else:
-        if EARLY:
-            live = group < groups
-            ask_for_codes(codes, high, row, group * 4, live, t, COLUMNS, TYPE)
-            ask_for_codes(codes, high, row2, group * 4, live, t, COLUMNS, TYPE)
-            gdc_wait()
-        for _turn in range(0, groups, STRIDE):
-            live = group < groups
-            both = load_supers(supers, row, row2, group, live, COLUMNS)
-            tile = load_tile_single(codes, high, scales, both, row, row2, group, live, t, COLUMNS, TYPE)
-            acc = group_products_single(acc, tile, address + tl.minimum(group, groups - 1) * 256, g, 1.0, TYPE)
-            group += STRIDE
-    return acc
-
-
-@triton.jit
 def single_address(x, WARPS: tl.constexpr):
     """Where this thread reads the row x: its share of block g // 2."""
     g, t, _ = threads(WARPS)

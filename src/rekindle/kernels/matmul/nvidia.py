@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from rekindle.kernels.device import starting_early
+from rekindle.kernels.device import reads_much, starting_early
 from rekindle.kernels.matmul.mma import (
+    bring,
     dense_products,
     gated_over_warps,
     over_warps,
@@ -25,14 +26,17 @@ from rekindle.kernels.matmul.mma import (
     store_tile,
     threads,
     tile_products,
-    tile_products_single,
 )
+from rekindle.kernels.matmul.turns import turn_products
 from rekindle.kernels.matmul.types import Packed
 
 FEW_ROWS = 32  # up to here this beats expanding the matrix first
 SEGMENTS = 4  # matrices of one launch
 WIDE = 8192  # outputs of a launch that fill a large card with four warps each
 LARGE = 1 << 25  # values of a launch that runs long
+BROUGHT = 8_000_000  # bytes of the next matrix that a launch of one row has on their way to the L2 when it ends
+BRINGERS = 300  # programs that bring them: the last ones, which leave the memory idle
+ONE_GO = 1 << 19  # bytes of a plane that one program asks for at most: the instruction counts 16s in 16 bits
 
 
 class FewConfig(NamedTuple):
@@ -54,7 +58,7 @@ def few_config(width: int, columns: int, rows: int, paired: bool = False, six_bi
     wide = width >= WIDE
     if rows == 1:
         # A narrow matrix takes more warps beside one another, so that enough loads are in flight.
-        config = FewConfig(4 if six_bits or (wide and not paired) else 8, 0, True)
+        config = FewConfig(4 if six_bits or (wide and not paired) else 8, 0, six_bits and not wide)
     elif rows <= 8 or paired:
         config = FewConfig(4, 1, True)
     elif wide and not six_bits:
@@ -72,10 +76,26 @@ def outputs_of(type, tiles):
 
 
 @triton.jit
+def _hand_over(then, LATE: tl.constexpr, THEN: tl.constexpr, WARPS: tl.constexpr):
+    """A program is done with its sums: it lets the launch behind in, and has its share of what that one reads first on
+    the way to the L2. then: four planes, each with a program's bytes of it, and the first program that brings any."""
+    if LATE:
+        gdc_launch_dependents()
+    if THEN:
+        p0, n0, p1, n1, p2, n2, p3, n3, first = then
+        turn = (tl.program_id(1) - first).to(tl.int64)
+        one = (tl.arange(0, 32 * WARPS)[None, :] == 0) & (turn >= 0)
+        bring(p0.to(tl.int64) + turn * n0, n0, (one & (n0 > 0)).to(tl.int32))
+        bring(p1.to(tl.int64) + turn * n1, n1, (one & (n1 > 0)).to(tl.int32))
+        bring(p2.to(tl.int64) + turn * n2, n2, (one & (n2 > 0)).to(tl.int32))
+        bring(p3.to(tl.int64) + turn * n3, n3, (one & (n3 > 0)).to(tl.int32))
+
+
+@triton.jit
 def _segment(
-    x, x_stride, rows, residual, out, codes, high, scales, supers, width, pid,
+    x, x_stride, rows, residual, out, codes, high, scales, supers, width, pid, then,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, ADD: tl.constexpr, NT: tl.constexpr, TILES: tl.constexpr,
-    WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr, THEN: tl.constexpr,
 ):  # fmt: skip
     """16 · TILES outputs of one matrix (16 of a dense one) for 8 · NT rows of x, or for the only row."""
     g, t, warp = threads(WARPS)
@@ -87,12 +107,13 @@ def _segment(
         m = m_first + 8 * tl.arange(0, eights)[:, None] + g
         address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 8 * t).to(tl.int64)
         acc = dense_products(address, codes, row, row2, warp, COLUMNS, WARPS, EARLY)
+        _hand_over(then, LATE, THEN, WARPS)
         store_tile(out, residual, over_warps(acc, eights, WARPS), m_first, rows, at, width, eights, ADD)
     elif NT == 0:
-        single = tile_products_single(
-            single_address(x, WARPS), codes, high, scales, supers, row, row2, warp,
-            COLUMNS, TYPE, WARPS, AHEAD, EARLY,
-        )  # fmt: skip
+        single = turn_products(
+            single_address(x, WARPS), codes, high, scales, supers, row, row2, warp, COLUMNS, TYPE, WARPS, AHEAD, EARLY
+        )
+        _hand_over(then, LATE, THEN, WARPS)
         store_single(out, residual, single_over_warps(single, WARPS), at, width, ADD)
     else:
         m = tl.program_id(0) * 8 * NT + 8 * tl.arange(0, NT)[:, None] + g
@@ -118,60 +139,69 @@ def rows_of_tiles(n, width):
     )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@reads_much
+@triton.jit(do_not_specialize=["rows", "n0", "n1", "n2", "n3", "first"])
 def _products_kernel(
     x, x_stride, rows, residual,
     out0, codes0, high0, scales0, supers0, width0,
     out1, codes1, high1, scales1, supers1, width1,
     out2, codes2, high2, scales2, supers2, width2,
     out3, codes3, high3, scales3, supers3, width3,
+    p0, n0, p1, n1, p2, n2, p3, n3, first,
     COLUMNS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr, TYPE3: tl.constexpr,
     ADD: tl.constexpr, NT: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr, THEN: tl.constexpr,
 ):  # fmt: skip
-    """Up to four matrices behind one another; a program belongs to one of them."""
-    if EARLY:
+    """Up to four matrices behind one another; a program belongs to one of them.
+
+    EARLY: see `starting_early`. LATE: the launch behind is let in when every program has its sums, not when all have
+    begun. THEN: p0 … are planes of the matrix that it reads.
+    """
+    if EARLY and not LATE:
         gdc_launch_dependents()
+    then = p0, n0, p1, n1, p2, n2, p3, n3, first
     pid = tl.program_id(1)
     end = tl.cdiv(width0, outputs_of(TYPE0, TILES))
     if pid < end:
         _segment(
-            x, x_stride, rows, residual, out0, codes0, high0, scales0, supers0, width0, pid,
-            COLUMNS, TYPE0, ADD, NT, TILES, WARPS, AHEAD, EARLY,
+            x, x_stride, rows, residual, out0, codes0, high0, scales0, supers0, width0, pid, then,
+            COLUMNS, TYPE0, ADD, NT, TILES, WARPS, AHEAD, EARLY, LATE, THEN,
         )  # fmt: skip
     if TYPE1 != "none":
         pid -= end
         end = tl.cdiv(width1, outputs_of(TYPE1, TILES))
         if (pid >= 0) & (pid < end):
             _segment(
-                x, x_stride, rows, residual, out1, codes1, high1, scales1, supers1, width1, pid,
-                COLUMNS, TYPE1, False, NT, TILES, WARPS, AHEAD, EARLY,
+                x, x_stride, rows, residual, out1, codes1, high1, scales1, supers1, width1, pid, then,
+                COLUMNS, TYPE1, False, NT, TILES, WARPS, AHEAD, EARLY, LATE, THEN,
             )  # fmt: skip
     if TYPE2 != "none":
         pid -= end
         end = tl.cdiv(width2, outputs_of(TYPE2, TILES))
         if (pid >= 0) & (pid < end):
             _segment(
-                x, x_stride, rows, residual, out2, codes2, high2, scales2, supers2, width2, pid,
-                COLUMNS, TYPE2, False, NT, TILES, WARPS, AHEAD, EARLY,
+                x, x_stride, rows, residual, out2, codes2, high2, scales2, supers2, width2, pid, then,
+                COLUMNS, TYPE2, False, NT, TILES, WARPS, AHEAD, EARLY, LATE, THEN,
             )  # fmt: skip
     if TYPE3 != "none":
         pid -= end
         if pid >= 0:
             _segment(
-                x, x_stride, rows, residual, out3, codes3, high3, scales3, supers3, width3, pid,
-                COLUMNS, TYPE3, False, NT, TILES, WARPS, AHEAD, EARLY,
+                x, x_stride, rows, residual, out3, codes3, high3, scales3, supers3, width3, pid, then,
+                COLUMNS, TYPE3, False, NT, TILES, WARPS, AHEAD, EARLY, LATE, THEN,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows"])
+@reads_much
+@triton.jit(do_not_specialize=["rows", "n0", "n1", "n2", "n3", "first"])
 def _gated_products_kernel(
     x, x_stride, rows, out, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
+    p0, n0, p1, n1, p2, n2, p3, n3, first,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, LATE: tl.constexpr, THEN: tl.constexpr,
 ):  # fmt: skip
     """silu(gate x) · (up x): 16 outputs for 8 · NT rows of x; even warps take gate, odd ones up."""
-    if EARLY:
+    if EARLY and not LATE:
         gdc_launch_dependents()
     at = tl.program_id(1) * 16
     g, t, warp = threads(WARPS)
@@ -182,10 +212,11 @@ def _gated_products_kernel(
     scales = tl.where(is_up, up_scales, scales)
     supers = tl.where(is_up, up_supers, supers)
     if NT == 0:
-        single = tile_products_single(
+        single = turn_products(
             single_address(x, WARPS), codes, high, scales, supers, row, row2, warp // 2,
             COLUMNS, TYPE, WARPS // 2, AHEAD, EARLY,
         )  # fmt: skip
+        _hand_over((p0, n0, p1, n1, p2, n2, p3, n3, first), LATE, THEN, WARPS)
         store_single(out, out, single_gated_over_warps(single, WARPS), at, width, False)
     else:
         m = tl.program_id(0) * 8 * NT + 8 * tl.arange(0, NT)[:, None] + g
@@ -236,42 +267,76 @@ def readable(x: Tensor) -> Tensor:
 
 
 def multiply(
-    x: Tensor, weights: Sequence[Packed | Tensor], residual: Tensor | None = None, config: FewConfig | None = None
+    x: Tensor,
+    weights: Sequence[Packed | Tensor],
+    residual: Tensor | None = None,
+    config: FewConfig | None = None,
+    then: Packed | None = None,
 ) -> list[Tensor]:
     """x [rows, in] through up to SEGMENTS matrices in one launch; residual belongs to the first.
 
-    A tensor is a matrix of bfloat16 values; such programs take long, and should stand first.
+    A tensor is a matrix of bfloat16 values; such programs take long, and should stand first. `then` is the matrix that
+    will be read next: what its launch begins with is fetched while this one ends.
     """
     rows, columns = x.shape
     x, line = readable(x), line_up(x, weights, residual)
     config = config or few_config(sum(line.widths), columns, rows, six_bits="Q6_K" in line.types)
     programs = line.tiles(True, 16) + line.tiles(False, 16 * config.tiles)
     _products_kernel[(_programs(rows, config), programs)](
-        x, x.stride(0), rows, line.residual, *line.arguments, columns, *line.kinds,
+        x, x.stride(0), rows, line.residual, *line.arguments, *_shares_of(then, programs, x), columns, *line.kinds,
         ADD=residual is not None, NT=config.eights, TILES=config.tiles, WARPS=config.warps, AHEAD=config.ahead,
-        num_warps=config.warps, num_stages=1, **starting(x.device, sum(line.widths) * columns),
+        num_warps=config.warps, num_stages=1, **letting_in(x, sum(line.widths), then),
     )  # fmt: skip
     return line.outs
 
 
-def swiglu(x: Tensor, gate: Packed, up: Packed, config: FewConfig | None = None) -> Tensor:
+def swiglu(x: Tensor, gate: Packed, up: Packed, config: FewConfig | None = None, then: Packed | None = None) -> Tensor:
     """silu(gate x) · (up x); both matrices of one type. More than eight rows are faster in `shares`."""
     rows, columns = x.shape
     config = config or few_config(gate.rows, columns, rows, paired=True, six_bits=gate.type == "Q6_K")
     x = readable(x)
     out = torch.empty(rows, gate.rows, dtype=x.dtype, device=x.device)
-    _gated_products_kernel[(_programs(rows, config), triton.cdiv(gate.rows, 16))](
-        x, x.stride(0), rows, out, gate.rows, *planes_of(gate), *planes_of(up), columns, gate.type,
+    programs = triton.cdiv(gate.rows, 16)
+    _gated_products_kernel[(_programs(rows, config), programs)](
+        x, x.stride(0), rows, out, gate.rows, *planes_of(gate), *planes_of(up), *_shares_of(then, programs, x),
+        columns, gate.type,
         NT=config.eights, WARPS=config.warps, AHEAD=config.ahead,
-        num_warps=config.warps, num_stages=1, **starting(x.device, 2 * gate.rows * columns),
+        num_warps=config.warps, num_stages=1, **letting_in(x, 2 * gate.rows, then),
     )  # fmt: skip
     return out
 
 
 def starting(device: torch.device, values: int) -> dict[str, bool]:
-    """A launch that runs long does not begin early: chains of a norm and two products gain by it, but whole steps lose
-    far more, even where only one program fits a multiprocessor (docs/LOG.md)."""
+    """Of several rows, a launch that runs long does not begin early: it would lose by it (docs/LOG.md)."""
     return starting_early(device) if values < LARGE else {"EARLY": False}
+
+
+def letting_in(x: Tensor, width: int, then: Packed | None) -> dict[str, bool]:
+    """When a launch of so many outputs begins, when it lets the next one in, and whether it fetches for it.
+
+    Of one row always early, and late: whatever is let in sooner waits in places that this launch could use, takes
+    them unevenly (four programs on one multiprocessor, none on another), and lets in the launch behind it, too.
+    """
+    rows, columns = x.shape
+    early = starting_early(x.device) if rows == 1 else starting(x.device, width * columns)
+    late = rows == 1 and early["EARLY"]
+    return {**early, "LATE": late, "THEN": late and then is not None}
+
+
+def _shares_of(then: Packed | None, programs: int, x: Tensor) -> list[Tensor | int]:
+    """Its planes as bytes, each with the share of it that a program brings, and the first program that does.
+
+    The first rows of all planes: they are what the first programs of the next launch read.
+    """
+    if then is None:
+        return [x, 0, x, 0, x, 0, x, 0, 0]
+    bringers = min(BRINGERS, programs)
+    rows = min(then.rows, BROUGHT * then.rows // then.nbytes)
+    arguments: list[Tensor | int] = []
+    for plane in (then.codes, then.high, then.scales, then.supers):
+        nbytes = 0 if plane is None else min(ONE_GO, plane.nbytes // then.rows * rows // bringers // 16 * 16)
+        arguments += [(then.codes if plane is None else plane).view(torch.uint8), nbytes]
+    return [*arguments, programs - bringers]
 
 
 def _programs(rows: int, config: FewConfig) -> int:

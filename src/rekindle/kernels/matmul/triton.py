@@ -30,7 +30,7 @@ from rekindle.kernels.matmul.types import Matrix, Packed
 T = TypeVar("T")
 
 MANY_ROWS = 128  # from here on a matrix is expanded whole
-SCRATCH = 1 << 28  # weights of the largest expanded slab: 512 MiB in 16 bits
+SCRATCH = 1 << 28  # weights expanded at a time, of a matrix or of a layer's experts: 512 MiB in 16 bits
 JOINING_ROWS = 256  # of a dense matrix that goes in the launch of quantised ones
 ENOUGH_WARPS = 2048  # in flight, to keep the memory of a large card busy
 
@@ -78,14 +78,14 @@ def multiply(x: Tensor, weight: Packed, residual: Tensor | None = None) -> Tenso
     return many_rows(x, weight, residual)
 
 
-def multiply_by_all(x: Tensor, matrices: list[Matrix]) -> list[Tensor]:
+def multiply_by_all(x: Tensor, matrices: list[Matrix], then: Matrix | None = None) -> list[Tensor]:
     """A few rows through several matrices, in as few launches as may be."""
     outs: dict[int, Tensor] = {}
     units = {i: m.packed for i, m in enumerate(matrices) if m.packed is not None and by_units(x, m.packed)}
     dense = {i: m.values for i, m in enumerate(matrices) if m.packed is None and joins_units(m.values)} if units else {}
     launched: dict[int, Packed | Tensor] = {**dense, **units}
     for some in _by_fours(list(launched)):
-        outs |= zip(some, _products(x, [launched[i] for i in some]), strict=True)
+        outs |= zip(some, _products(x, [launched[i] for i in some], then=then), strict=True)
     rest = [i for i in range(len(matrices)) if i not in launched]
     if x.shape[0] == 1:
         outs |= zip(rest, multiply_row_by_all(x, [matrices[i] for i in rest]), strict=True)
@@ -94,9 +94,13 @@ def multiply_by_all(x: Tensor, matrices: list[Matrix]) -> list[Tensor]:
     return [outs[i] for i in range(len(matrices))]
 
 
-def _products(x: Tensor, weights: list[Packed | Tensor], residual: Tensor | None = None) -> list[Tensor]:
+def _products(
+    x: Tensor, weights: list[Packed | Tensor], residual: Tensor | None = None, then: Matrix | None = None
+) -> list[Tensor]:
     """A few rows through several matrices in one launch of the matrix units."""
     rows, columns = x.shape
+    if rows == 1:
+        return nvidia.multiply(x, weights, residual, then=_planes_to_come(x, then))
     width = sum(weight.shape[0] if isinstance(weight, Tensor) else weight.rows for weight in weights)
     form = shares if shares.pays(rows, width * columns) else laid if laid.pays(rows, width) else nvidia
     outs: list[Tensor] = form.multiply(x, weights, residual)
@@ -114,9 +118,16 @@ def multiply_row_by_all(x: Tensor, matrices: list[Matrix]) -> list[Tensor]:
     return [out for part in _by_fours(weights) for out in launch_row(x, part)]
 
 
-def swiglu(x: Tensor, gate: Packed, up: Packed) -> Tensor:
+def _planes_to_come(x: Tensor, then: Matrix | None) -> Packed | None:
+    """Of the matrix that will be read next, if it goes through the matrix units."""
+    return then.packed if then is not None and then.packed is not None and by_units(x, then.packed) else None
+
+
+def swiglu(x: Tensor, gate: Packed, up: Packed, then: Matrix | None = None) -> Tensor:
     """silu(gate x) · (up x), [rows, width] in x.dtype."""
     rows = x.shape[0]
+    if rows == 1 and gate.type == up.type and by_units(x, gate):
+        return nvidia.swiglu(x, gate, up, then=_planes_to_come(x, then))
     if gate.type == up.type and by_units(x, gate) and few(rows):
         return (shares if rows >= shares.LEAST_ROWS else nvidia).swiglu(x, gate, up)
     if rows < MANY_ROWS and gate.type == up.type and not by_units(x, gate):

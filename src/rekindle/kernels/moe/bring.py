@@ -1,7 +1,9 @@
-"""Chosen experts whose weights are not on the device, brought by the launch that needs them.
+"""Chosen experts whose weights are not on the device: brought by the launch that needs them, or computed by the host.
 
 A program of gate and up that finds its expert missing copies its part of all planes, down's too, from pinned host
-memory to the expert's slot before it multiplies; programs of experts that are there do not wait for it.
+memory to the expert's slot before it multiplies; programs of experts that are there do not wait for it. One of the
+others waits meanwhile for what the host computes and copies that to the device, where down finds it: a wait or a read
+in host memory by every program would crowd the link.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,6 +14,7 @@ import triton
 import triton.language as tl
 
 ROUND = tl.constexpr(4096)  # 32-bit words a program has under way
+AT_ONCE = tl.constexpr(2048)  # values of an answer that are copied at once
 
 
 @triton.jit
@@ -44,3 +47,38 @@ def when_stored(base, WARPS: tl.constexpr):
     )
     tl.debug_barrier()
     return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [base], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def host_answered(number, gone, done, lost, patience):
+    """Wait for the host. False if it did not answer, now or once before: that is said, and never waited for again."""
+    want = tl.load(number)
+    flag = done.to(tl.pointer_type(tl.int32))
+    seen = tl.load(flag, volatile=True)
+    was_gone = tl.load(gone) != 0
+    tries = tl.where(was_gone, patience, 0)
+    while (seen != want) & (tries < patience):
+        seen = tl.load(flag, volatile=True)
+        tries += 1
+    if seen != want:
+        tl.store(gone, 1)
+        tl.store(lost.to(tl.pointer_type(tl.int32)), 1)
+    return (seen == want) & (was_gone == 0)
+
+
+@triton.jit
+def take_answer(here, asked, number, gone, done, lost, out, patience, SIZE: tl.constexpr):
+    """To the device, if the host was asked; not a number where it does not answer, so that nothing plausible comes of
+    it."""
+    if tl.load(asked) > 0:
+        fine = host_answered(number, gone, done, lost, patience)
+        for start in range(0, SIZE, AT_ONCE):
+            k = start + tl.arange(0, AT_ONCE)
+            value = tl.load(out.to(tl.pointer_type(tl.float32)) + k, k < SIZE, other=0.0, volatile=True)
+            tl.store(here + k, tl.where(fine, value, float("nan")), k < SIZE)
+
+
+@triton.jit
+def answered(here, asked, row, is_first, width):
+    """What the sums of these rows begin with: the host's share, for the thread that is first to add to a row."""
+    return tl.load(here + row, asked & is_first & (row < width), other=0.0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 OUTPUTS = 16  # rows of gate and up that a program multiplies, and brings
+PATIENCE = 20_000_000  # looks at host memory, of about a microsecond each
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,31 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """What the host gives for the experts that it computes itself. Numbers are addresses in its memory, which mean the
+    same on the device."""
+
+    count: Tensor  # pairs that it was asked for, which may be none
+    number: Tensor  # of the last request
+    gone: Tensor  # it did not answer once, and is not waited for again
+    here: Tensor  # float32 [hidden]: its answer, brought to the device
+    done: int  # the last request that it has answered
+    lost: int  # told when it is not waited for any longer
+    out: int  # float32 [hidden]
+
+    @property
+    def waiting(self) -> tuple[Tensor | int, ...]:
+        """For whoever waits for it."""
+        return self.number, self.gone, self.done, self.lost, self.out, PATIENCE
+
+
+@dataclass(frozen=True, slots=True)
 class Missing:
     """Of one row's experts."""
 
-    sources: Tensor  # int32 [1, used]: the place in host memory to bring the expert from, -1 if it is here
+    sources: Tensor  # int32 [1, used]: the place in host memory to bring the expert from, -1 if it is not brought
     parts: Parts
+    answer: Answer | None = None  # None: the host computes none of them
 
     @property
     def arguments(self) -> tuple[Tensor | int, ...]:

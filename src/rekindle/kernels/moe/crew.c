@@ -32,7 +32,7 @@ typedef float floats4 __attribute__((vector_size(16)));
 typedef float floats8 __attribute__((vector_size(32)));
 
 enum { Q4_K = 4, Q5_K = 5, Q6_K = 6 };
-enum { UP_TASK = 16, DOWN_TASK = 16 };     /* outputs of one task */
+enum { UP_TASK = 8, DOWN_TASK = 16 };      /* outputs of one task */
 enum { SPIN_NS = 3000000, NAP_NS = 50000 }; /* how long a thread looks without sleeping, and then sleeps at a time */
 enum { LONG_NAP_NS = 500000, IDLE_NAP_NS = 5000000 };
 #define AWAKE_NS 1000000000LL               /* after so long without work only one thread keeps looking, now and then */
@@ -96,9 +96,9 @@ static inline float sum_of8(floats8 v) {
     return sum_of4(__builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7));
 }
 
-static inline float sum_of(floats v) {
-    return sum_of8(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-                   __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+static inline floats8 folded(floats v) {
+    return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+           __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
 }
 
 /* One row of x as the dots take it, in 16-bit numbers: the largest of 256 columns is ±32767. */
@@ -112,10 +112,14 @@ static inline Coded part_of(const Coded *all, int64_t n, int64_t columns) {
     return (Coded){all->codes + n * columns, all->factors + n * columns / 256, all->sums + n * columns / 32 * 3};
 }
 
-static float largest(const float *x) {
-    float most = 0;
-    for (int o = 0; o < 256; o++) most = fmaxf(most, fabsf(x[o]));
-    return most;
+static float largest(const float *x) { /* as integers, which numbers without a sign are ordered like */
+    uint32_t most = 0, bits[256];
+    memcpy(bits, x, sizeof bits);
+    for (int o = 0; o < 256; o++) {
+        uint32_t size = bits[o] & 0x7fffffffu;
+        most = size > most ? size : most;
+    }
+    return as_float(most);
 }
 
 /* Of a group of four blocks i, weights 16·s + 4·t + 2·u and the next of block i stand at [2·s + u][4·t + i]. */
@@ -190,11 +194,11 @@ static inline words six_high(const uint32_t *high) {
 /* Σ code · x of a group, by block and t. */
 static inline ints group_sum(const char *codes, const uint32_t *high, const int16_t *x, int five) {
     words w = load_words(codes), top = {0};
-    if (five) top = five_high(high);
+    if (five) top = five_high(high) << 4;
     ints acc = {0};
     for (int j = 0; j < 4; j++) { /* two nibbles at a time */
         words q = (w >> (4 * j)) & 0x000f000f;
-        if (five) q |= ((top >> j) & 0x00010001) << 4;
+        if (five) q |= (top >> j) & 0x00100010;
         acc = add_products(acc, q, x + 32 * j);
     }
     return acc;
@@ -221,7 +225,7 @@ static inline float dot_scaled_min(const Part *p, int64_t row, int64_t columns, 
         other += __builtin_convertvector(second, floats) * OF_BLOCKS(by, 4, 1);
         least += half(factors[s] >> 16) * __builtin_convertvector(scale >> 8, floats8) * sums;
     }
-    return sum_of(total + other) - sum_of8(least);
+    return sum_of8(folded(total + other) - least);
 }
 
 static inline float dot_signed(const Part *p, int64_t row, int64_t columns, const Coded *x) {
@@ -238,11 +242,11 @@ static inline float dot_signed(const Part *p, int64_t row, int64_t columns, cons
         floats by = scale * x->factors[s];
         floats of[4] = {OF_BLOCKS(by, 0, 2), OF_BLOCKS(by, 1, 2), OF_BLOCKS(by, 8, 2), OF_BLOCKS(by, 9, 2)};
         for (int g = 0; g < 2; g++) {
-            words w = load_words(codes + 128 * s + 64 * g), top = six_high(high + 16 * s + 8 * g);
+            words w = load_words(codes + 128 * s + 64 * g), top = six_high(high + 16 * s + 8 * g) << 4;
             for (int h = 0; h < 2; h++) { /* the two halves of a block have scales of their own */
                 ints acc = {0};
                 for (int j = 2 * h; j < 2 * h + 2; j++) {
-                    words q = ((w >> (4 * j)) & 0x000f000f) | ((top >> (2 * j)) & 0x00030003) << 4;
+                    words q = ((w >> (4 * j)) & 0x000f000f) | ((top >> (2 * j)) & 0x00300030);
                     acc = add_products(acc, q, x->codes + 256 * s + 128 * g + 32 * j);
                 }
                 total += __builtin_convertvector(acc, floats) * of[2 * g + h];
@@ -252,7 +256,7 @@ static inline float dot_signed(const Part *p, int64_t row, int64_t columns, cons
         memcpy(&sums, halves + 16 * s, 64);
         least += scale * sums;
     }
-    return sum_of(total) - 32 * sum_of(least);
+    return sum_of8(folded(total - 32 * least));
 }
 
 static float dot(const Part *p, int64_t row, int64_t columns, const Coded *x) {
@@ -364,7 +368,7 @@ static void sleep_until_woken(Crew *c) {
 
 static void rest(Crew *c, int is_first, int64_t idle) {
     if (idle < SPIN_NS) {
-        for (int i = 0; i < 64; i++) pause_a_little();
+        for (int i = 0; i < 8; i++) pause_a_little();
     } else if (is_first || idle < AWAKE_NS) {
         nanosleep(&(struct timespec){0, idle < AWAKE_NS ? NAP_NS : idle < IDLE_NS ? LONG_NAP_NS : IDLE_NAP_NS}, NULL);
     } else {

@@ -13,9 +13,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rekindle.kernels.device import starting_early
 
 
-@triton.jit
-def place_pairs(ids, order, starts, e, experts, pairs, B: tl.constexpr):
+@triton.jit(do_not_specialize=["pairs"])
+def _group_kernel(ids, order, starts, pairs, B: tl.constexpr, EARLY: tl.constexpr):
     """Pairs of one expert, in their order, behind those of lower experts; starts[e] is where they begin."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    e, experts = tl.program_id(0), tl.num_programs(0) - 1
     start = tl.zeros([], tl.int32)
     for at in range(0, pairs, B):
         o = at + tl.arange(0, B)
@@ -29,26 +33,14 @@ def place_pairs(ids, order, starts, e, experts, pairs, B: tl.constexpr):
             start += tl.sum(mine, 0)
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _group_kernel(ids, order, starts, pairs, B: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    place_pairs(ids, order, starts, tl.program_id(0), tl.num_programs(0) - 1, pairs, B)
-
-
 def group(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """ids int32 [rows, used] -> (pairs sorted by expert int32 [pairs], where each expert's begin [experts + 1])."""
-    order, starts = empty_groups(ids, experts)
+    order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+    starts = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
     _group_kernel[(experts + 1,)](
         ids, order, starts, ids.numel(), B=looked_at(ids.numel()), num_warps=4, **starting_early(ids.device)
     )
     return order, starts
-
-
-def empty_groups(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
-    return order, torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
 
 
 def looked_at(pairs: int) -> int:

@@ -27,19 +27,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rekindle.kernels.device import starting_early
+from rekindle.kernels.device import reads_much, starting_early
 from rekindle.kernels.matmul.mma import byte_as_float, load_one, load_two, shifted, threads, with_bits
 from rekindle.kernels.matmul.packing import BLOCK
 from rekindle.kernels.matmul.tiles import bits_of, half_at, has_minimum
 from rekindle.kernels.matmul.types import Packed
-from rekindle.kernels.moe.grouping import empty_groups, looked_at, place_pairs
+from rekindle.kernels.moe.grouping import looked_at
 from rekindle.kernels.moe.nvidia import planes
 
 Three = tuple[Packed, Packed, Packed]
 
 WARPS = 4  # of a program: with 8 outputs each they give a whole block for the next product
-PAIRS = tl.constexpr(2)  # of one expert that pass at a time
-REGISTERS = 96, 112  # that a thread may take, for up and for down; left alone, the compiler puts loads off to save some
+PAIRS = tl.constexpr(2)  # of a tile, at most 3
+REGISTERS = 80, 96  # that a thread may take, for up and for down; left alone, the compiler puts loads off to save some
 MOST = tl.constexpr(32512.0)  # 127 · 256: the upper byte of anything rounded up to it is at most 127
 
 
@@ -96,19 +96,13 @@ def load_long(address):
 
 
 @triton.jit
-def load_short(address):
-    """2 bytes of a weight."""
+def load_scales(address):
+    """16 bytes of scales as four registers."""
     return tl.inline_asm_elementwise(
-        """
-        {
-            .reg .b16 half;
-            ld.global.nc.L2::128B.b16 half, [$1];
-            cvt.u32.u16 $0, half;
-        }
-        """,
-        "=r,l",
+        "ld.global.nc.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,l",
         [address],
-        dtype=tl.int32,
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
         is_pure=True,
         pack=1,
     )
@@ -161,19 +155,40 @@ def _whole_row(x, values, entries, number):
     store_whole(here, values, entries, b)
 
 
+@triton.jit
+def place_tiles(ids, order, tiles, e, pairs, B: tl.constexpr):
+    """Pairs of one expert, in their order, behind those of lower experts. A tile is PAIRS of them, or what is left: its
+    first pair has 4 · e + how many it has, the others nought."""
+    start = tl.zeros([], tl.int32)
+    count = tl.zeros([], tl.int32)
+    for at in range(0, pairs, B):
+        o = at + tl.arange(0, B)
+        id = tl.load(ids + o, o < pairs, other=2147483647)
+        start += tl.sum((id < e).to(tl.int32), 0)
+        count += tl.sum((id == e).to(tl.int32), 0)
+    before = tl.zeros([], tl.int32)
+    for at in range(0, pairs, B):
+        o = at + tl.arange(0, B)
+        mine = (tl.load(ids + o, o < pairs, other=-1) == e).to(tl.int32)
+        k = before + tl.cumsum(mine, 0) - 1
+        tl.store(order + start + k, o, mine == 1)
+        tl.store(tiles + start + k, tl.where(k % PAIRS == 0, 4 * e + tl.minimum(count - k, PAIRS), 0), mine == 1)
+        before += tl.sum(mine, 0)
+
+
 @triton.jit(do_not_specialize=["pairs"])
 def _prepare_kernel(
-    ids, order, starts, pairs, experts, x, values, entries, B: tl.constexpr, EARLY: tl.constexpr
+    ids, order, tiles, pairs, experts, x, values, entries, B: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """Pairs are sorted by expert, and x becomes whole: neither waits for the other."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     e = tl.program_id(0)
-    if e <= experts:
-        place_pairs(ids, order, starts, e, experts, pairs, B)
+    if e < experts:
+        place_tiles(ids, order, tiles, e, pairs, B)
     else:
-        _whole_row(x, values, entries, e - experts - 1)
+        _whole_row(x, values, entries, e - experts)
 
 
 def empty_whole(rows: int, columns: int, device: torch.device) -> Whole:
@@ -186,15 +201,15 @@ def empty_whole(rows: int, columns: int, device: torch.device) -> Whole:
 
 
 def prepare(h: Tensor, ids: Tensor, experts: int) -> tuple[Whole, Tensor, Tensor]:
-    """h as integers, and the pairs as `grouping.group` gives them."""
+    """h as integers, the pairs sorted by expert, and the tiles they form: both int32 [pairs]."""
     rows, columns = h.shape
     whole = empty_whole(rows, columns, h.device)
-    order, starts = empty_groups(ids, experts)
-    _prepare_kernel[(experts + 1 + h.numel() // 256,)](
-        ids, order, starts, ids.numel(), experts, h, *whole,
+    order, tiles = (torch.empty(ids.numel(), dtype=torch.int32, device=h.device) for _ in range(2))
+    _prepare_kernel[(experts + h.numel() // 256,)](
+        ids, order, tiles, ids.numel(), experts, h, *whole,
         B=looked_at(ids.numel()), num_warps=4, **starting_early(h.device),
     )  # fmt: skip
-    return whole, order, starts
+    return whole, order, tiles
 
 
 # ---- products ----------------------------------------------------------------------------------------------------
@@ -309,23 +324,30 @@ def row_addresses(planes, row, t, COLUMNS: tl.constexpr):
     return (
         (codes + block * 4 + t * 4).to(tl.int64),
         (high + block + t).to(tl.int64),
-        (scales + block + t).to(tl.int64),
+        (scales + block).to(tl.int64),
         (supers + row * (COLUMNS // 256)).to(tl.int64),
     )
 
 
 @triton.jit
-def load_group(at, super, group, TYPE: tl.constexpr):
+def block_scales(at, group, t):
+    """The scales of block t of two groups side by side: one load that takes all of them for two that pick."""
+    e0, e1, e2, e3 = load_scales(at[2] + group * 8)
+    right = 16 * (t % 2)
+    return tl.where(t < 2, e0, e1) >> right, tl.where(t < 2, e2, e3) >> right
+
+
+@triton.jit
+def load_group(at, scales, super, group, TYPE: tl.constexpr):
     """4 words, the scales of block t, supers, upper bits of one row."""
-    codes, high, scales, _ = at
+    codes, high, _, _ = at
     w0, w1, w2, w3 = load_codes(codes + group * 64)
-    e = load_short(scales + group * 8)
     h = w0
     if bits_of(TYPE) == 5:
         h = load_fixed(high + group * 16)
     if bits_of(TYPE) == 6:
         h = load_long(high + group * 32)
-    return w0, w1, w2, w3, e, super, h
+    return w0, w1, w2, w3, scales, super, h
 
 
 @triton.jit
@@ -341,8 +363,10 @@ def row_sums(of_first, of_second, row, row2, values, entries, m, COLUMNS: tl.con
     acc = (nought, nought)
     for group in range(0, COLUMNS // 128, 2):  # two groups share their entry of supers
         super, super2 = load_fixed(at[3] + group * 2), load_fixed(at2[3] + group * 2)
-        first, second = load_group(at, super, group, TYPE), load_group(at2, super2, group, TYPE)
-        third, fourth = load_group(at, super, group + 1, TYPE), load_group(at2, super2, group + 1, TYPE)
+        e, f = block_scales(at, group, t)
+        e2, f2 = block_scales(at2, group, t)
+        first, second = load_group(at, e, super, group, TYPE), load_group(at2, e2, super2, group, TYPE)
+        third, fourth = load_group(at, f, super, group + 1, TYPE), load_group(at2, f2, super2, group + 1, TYPE)
         acc = group_sums(acc, first, second, value + group * 256, entry + group * 64, TYPE)
         acc = group_sums(acc, third, fourth, value + group * 256 + 256, entry + group * 64 + 64, TYPE)
     return acc
@@ -356,33 +380,30 @@ def over_quads(acc):
 
 # ---- experts -----------------------------------------------------------------------------------------------------
 #
-# The pairs of expert e are order[starts[e] : starts[e + 1]]. The planes between the products hold the pairs in that
-# order and, behind them, the rows that pass the shared expert. Its programs stand first, PAIRS rows each.
+# A program has one tile: PAIRS pairs of an expert, or what is left of its pairs, so that one with many pairs keeps no
+# program longer than others; tiles that read the same weights run side by side. Programs whose place in the order of
+# pairs begins no tile end at once. The planes between the products hold the pairs in that order and, behind them, the
+# rows that pass the shared expert. Its programs stand first, PAIRS rows each.
 
 
 @triton.jit
 def _up_some(
-    values, entries, order, inner, inner_entries, begin, end, first_row, base, at, width, of_gate, of_up,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, USED: tl.constexpr, WARPS: tl.constexpr,
+    values, entries, source, inner, inner_entries, pair, base, at, width, of_gate, of_up,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate x) · (up x) for a block of outputs of the pairs [begin, end), as integers.
-
-    USED 0: pair m is row m − first_row.
-    """
+    """silu(gate x) · (up x) for a block of outputs of PAIRS pairs, as integers. source [PAIRS, threads]: their rows of
+    x; pair [PAIRS]: where they go."""
     g, _, warp = threads(WARPS)
     row = base + (at + 8 * warp + g).to(tl.int64)
-    for m_first in range(begin, end, PAIRS):
-        m = tl.minimum(m_first + tl.arange(0, PAIRS)[:, None] + 0 * g, end - 1)
-        source = load_one(order + m) // USED if USED > 0 else m - first_row
-        gate, up = row_sums(of_gate, of_up, row, row, values, entries, source, COLUMNS, TYPE)
-        gate, up = over_quads(gate), over_quads(up)
-        pair = tl.minimum(m_first + tl.arange(0, PAIRS), end - 1).to(tl.int64)  # the last one twice, with equal bytes
-        store_whole(gate * tl.sigmoid(gate) * up, inner, inner_entries, pair * (width // 32) + at // 32)
+    gate, up = row_sums(of_gate, of_up, row, row, values, entries, source, COLUMNS, TYPE)
+    gate, up = over_quads(gate), over_quads(up)
+    store_whole(gate * tl.sigmoid(gate) * up, inner, inner_entries, pair.to(tl.int64) * (width // 32) + at // 32)
 
 
+@reads_much
 @triton.jit(do_not_specialize=["rows", "pairs"])
 def _up_kernel(
-    values, entries, order, starts, inner, inner_entries, rows, pairs, width,
+    values, entries, order, tiles, inner, inner_entries, rows, pairs, width,
     codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
     s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales, s_up_supers,
     USED: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
@@ -391,54 +412,52 @@ def _up_kernel(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    tiles = tl.cdiv(rows, PAIRS) if SHARED else 0
-    expert = tl.program_id(1) - tiles
+    first = tl.program_id(1) - (tl.cdiv(rows, PAIRS) if SHARED else 0)
     at = tl.program_id(0) * (8 * WARPS)
-    if expert >= 0:
-        begin, end = tl.load(starts + expert), tl.load(starts + expert + 1)
-        _up_some(
-            values, entries, order, inner, inner_entries, begin, end, 0, expert.to(tl.int64) * width, at, width,
-            (codes, high, scales, supers), (up_codes, up_high, up_scales, up_supers),
-            COLUMNS, TYPE, USED, WARPS,
-        )  # fmt: skip
+    which = tl.arange(0, PAIRS)
+    each = which[:, None] + 0 * threads(WARPS)[0]
+    if first >= 0:
+        tile = tl.load(tiles + first)
+        # The rows are asked for beside the tile; a pair that is left over goes twice, with equal bytes.
+        alone = load_one(order + first + 0 * each)
+        source = load_one(order + tl.minimum(first + each, pairs - 1))
+        source = tl.where(each < tile % 4, source, alone) // USED
+        if tile > 0:
+            _up_some(
+                values, entries, source, inner, inner_entries, first + tl.minimum(which, tile % 4 - 1),
+                (tile // 4).to(tl.int64) * width, at, width,
+                (codes, high, scales, supers), (up_codes, up_high, up_scales, up_supers), COLUMNS, TYPE, WARPS,
+            )  # fmt: skip
     elif SHARED:
-        begin = pairs + tl.program_id(1) * PAIRS
+        first = tl.program_id(1) * PAIRS
         _up_some(
-            values, entries, order, inner, inner_entries, begin, tl.minimum(begin + PAIRS, pairs + rows), pairs,
-            tl.zeros([], tl.int64), at, width,
+            values, entries, tl.minimum(first + each, rows - 1), inner, inner_entries,
+            pairs + tl.minimum(first + which, rows - 1), tl.zeros([], tl.int64), at, width,
             (s_codes, s_high, s_scales, s_supers), (s_up_codes, s_up_high, s_up_scales, s_up_supers),
-            COLUMNS, S_TYPE, 0, WARPS,
+            COLUMNS, S_TYPE, WARPS,
         )  # fmt: skip
 
 
 @triton.jit
 def _down_some(
-    inner, inner_entries, order, weights, shares, begin, end, base, at, width, planes,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, WEIGHTED: tl.constexpr, WARPS: tl.constexpr,
+    inner, inner_entries, m, pair, weight, here, shares, base, at, width, planes,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """down inner[begin:end] for 16 outputs per warp; WEIGHTED: times the pair's weight, and to its own place."""
+    """weight · (down inner[m]) for 16 outputs per warp. m [PAIRS, threads]; pair, weight, here [PAIRS, 1]: where to,
+    times what, and whether at all."""
     g, _, warp = threads(WARPS)
     row = base + (at + 16 * warp + g).to(tl.int64)
     n = at + (tl.arange(0, 8 * WARPS) // 8 * 16 + tl.arange(0, 8 * WARPS) % 8)[None, :]
-    for m_first in range(begin, end, PAIRS):
-        m = tl.minimum(m_first + tl.arange(0, PAIRS)[:, None] + 0 * g, end - 1)
-        upper, lower = row_sums(planes, planes, row, row + 8, inner, inner_entries, m, COLUMNS, TYPE)
-        upper, lower = over_quads(upper), over_quads(lower)
-        m = m_first + tl.arange(0, PAIRS)[:, None]
-        pair = m
-        if WEIGHTED:
-            pair = tl.load(order + m, m < end, other=0)
-            weight = tl.load(weights + pair, m < end, other=0.0)
-            upper *= weight
-            lower *= weight
-        to = shares + pair.to(tl.int64) * width + n
-        tl.store(to, upper, (m < end) & (n < width))
-        tl.store(to + 8, lower, (m < end) & (n < width))
+    upper, lower = row_sums(planes, planes, row, row + 8, inner, inner_entries, m, COLUMNS, TYPE)
+    to = shares + pair.to(tl.int64) * width + n
+    tl.store(to, over_quads(upper) * weight, here & (n < width))
+    tl.store(to + 8, over_quads(lower) * weight, here & (n < width))
 
 
+@reads_much
 @triton.jit(do_not_specialize=["rows", "pairs"])
 def _down_kernel(
-    inner, inner_entries, order, starts, weights, shares, rows, pairs, width,
+    inner, inner_entries, order, tiles, weights, shares, rows, pairs, width,
     codes, high, scales, supers, s_codes, s_high, s_scales, s_supers,
     SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
     WARPS: tl.constexpr, EARLY: tl.constexpr,
@@ -447,21 +466,24 @@ def _down_kernel(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    tiles = tl.cdiv(rows, PAIRS) if SHARED else 0
-    expert = tl.program_id(1) - tiles
+    first = tl.program_id(1) - (tl.cdiv(rows, PAIRS) if SHARED else 0)
     at = tl.program_id(0) * (16 * WARPS)
-    if expert >= 0:
-        begin, end = tl.load(starts + expert), tl.load(starts + expert + 1)
-        _down_some(
-            inner, inner_entries, order, weights, shares, begin, end, expert.to(tl.int64) * width, at, width,
-            (codes, high, scales, supers), COLUMNS, TYPE, True, WARPS,
-        )  # fmt: skip
+    which = tl.arange(0, PAIRS)[:, None]
+    each = which + 0 * threads(WARPS)[0]
+    if first >= 0:
+        tile = tl.load(tiles + first)
+        pair = tl.load(order + first + which, first + which < pairs, other=0)
+        weight = tl.load(weights + pair)
+        if tile > 0:
+            _down_some(
+                inner, inner_entries, first + tl.minimum(each, tile % 4 - 1), pair, weight, which < tile % 4, shares,
+                (tile // 4).to(tl.int64) * width, at, width, (codes, high, scales, supers), COLUMNS, TYPE, WARPS,
+            )  # fmt: skip
     elif SHARED:
-        begin = pairs + tl.program_id(1) * PAIRS
+        row = tl.program_id(1) * PAIRS + which
         _down_some(
-            inner, inner_entries, order, weights, shares, begin, tl.minimum(begin + PAIRS, pairs + rows),
-            tl.zeros([], tl.int64), at, width,
-            (s_codes, s_high, s_scales, s_supers), COLUMNS, S_TYPE, False, WARPS,
+            inner, inner_entries, pairs + tl.minimum(row + 0 * each, rows - 1), pairs + row, 1.0, row < rows, shares,
+            tl.zeros([], tl.int64), at, width, (s_codes, s_high, s_scales, s_supers), COLUMNS, S_TYPE, WARPS,
         )  # fmt: skip
 
 
@@ -475,17 +497,17 @@ def run_experts(
     (rows, hidden), pairs, width = h.shape, ids.numel(), gate.rows // experts
     extra = shared is not None
     s_gate, s_up, s_down = shared or (gate, up, down)
-    x, order, starts = prepare(h, ids, experts)
-    tiles = experts + extra * triton.cdiv(rows, PAIRS.value)
+    x, order, tiles = prepare(h, ids, experts)
+    programs = pairs + extra * triton.cdiv(rows, PAIRS.value)
     common = {"SHARED": extra, "WARPS": WARPS, "num_warps": WARPS, "num_stages": 1, **starting_early(h.device)}
     inner = empty_whole(pairs + rows * extra, width, h.device)
-    _up_kernel[(width // (8 * WARPS), tiles)](
-        *x, order, starts, *inner, rows, pairs, width, *planes(gate), *planes(up), *planes(s_gate), *planes(s_up),
+    _up_kernel[(width // (8 * WARPS), programs)](
+        *x, order, tiles, *inner, rows, pairs, width, *planes(gate), *planes(up), *planes(s_gate), *planes(s_up),
         USED=ids.shape[1], COLUMNS=hidden, TYPE=gate.type, S_TYPE=s_gate.type, maxnreg=REGISTERS[0], **common,
     )  # fmt: skip
     shares = torch.empty(pairs + rows * extra, hidden, dtype=torch.float32, device=h.device)
-    _down_kernel[(hidden // (16 * WARPS), tiles)](
-        *inner, order, starts, weights, shares, rows, pairs, hidden, *planes(down), *planes(s_down),
+    _down_kernel[(hidden // (16 * WARPS), programs)](
+        *inner, order, tiles, weights, shares, rows, pairs, hidden, *planes(down), *planes(s_down),
         COLUMNS=width, TYPE=down.type, S_TYPE=s_down.type, maxnreg=REGISTERS[1], **common,
     )  # fmt: skip
     return shares

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rekindle.kernels.device import starting_early
+from rekindle.kernels.device import reads_much, starting_early
 from rekindle.kernels.matmul.mma import (
     gated_over_warps,
     group_products_single,
@@ -31,22 +31,21 @@ from rekindle.kernels.matmul.mma import (
     store_tile,
     threads,
     tile_products,
-    tile_products_single,
 )
+from rekindle.kernels.matmul.turns import turn_products
 from rekindle.kernels.matmul.types import Packed
-from rekindle.kernels.moe.bring import bring_part, when_stored
+from rekindle.kernels.moe.bring import answered, bring_part, take_answer, when_stored
 from rekindle.kernels.moe.cold import Missing
 
 Planes = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class UnitsConfig(NamedTuple):
-    """Warps of a program for gate and up (half for each) and for down. By pair only: whether gate and up ask for what
-    comes next before they multiply; registers that a thread may take (0: as many as it likes)."""
+    """Warps of a program for gate and up (half for each) and for down. By pair only: registers
+    that a thread may take (0: as many as it likes)."""
 
     up_warps: int
     down_warps: int
-    ahead: bool = False
     registers: int = 0
 
     @property
@@ -58,7 +57,7 @@ EIGHTS = UnitsConfig(4, 1)  # grouped
 
 
 def pairs_config(rows: int) -> UnitsConfig:
-    return UnitsConfig(8, 16, True, registers=80) if rows == 1 else UnitsConfig(8, 8)
+    return UnitsConfig(8, 16, registers=80) if rows == 1 else UnitsConfig(8, 8)
 
 
 # ---- every pair for itself ---------------------------------------------------------------------------------------
@@ -67,7 +66,7 @@ def pairs_config(rows: int) -> UnitsConfig:
 @triton.jit
 def _gated_row(
     x, out, base, at, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """silu(gate x) · (up x) for 16 outputs from `at` on, of the expert whose rows begin at `base`."""
     g, _, warp = threads(WARPS)
@@ -78,25 +77,28 @@ def _gated_row(
     high = tl.where(is_up, up_high, high)
     scales = tl.where(is_up, up_scales, scales)
     supers = tl.where(is_up, up_supers, supers)
-    acc = tile_products_single(
+    acc = turn_products(
         single_address(x, WARPS), codes, high, scales, supers, row, row2, warp // 2,
-        COLUMNS, TYPE, WARPS // 2, AHEAD, EARLY,
+        COLUMNS, TYPE, WARPS // 2, False, EARLY,
     )  # fmt: skip
     store_single(out, out, single_gated_over_warps(acc, WARPS), at, width, False)
 
 
+@reads_much
 @triton.jit(do_not_specialize=["count"])
 def _up_pairs_kernel(
     h, ids, inner, share, scale, width,
     codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
     s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales, s_up_supers,
-    sources, pieces, count,
+    sources, pieces, count, asked, answer, number, gone, done, lost, theirs, patience,
     USED: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
-    WORDS: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    WORDS: tl.constexpr, HELPED: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """inner[row, place, :] for a chosen expert; place USED is the shared expert, which also leaves its share.
 
-    WORDS, unless 0: an expert with a source is brought to its slot first, in pieces of so many words.
+    WORDS, unless 0: an expert with a source is brought to its slot first, in pieces of so many words. HELPED: the host
+    may compute some, whose pairs are multiplied here too but with no weight; a program of the last place takes its
+    answer in.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -117,12 +119,12 @@ def _up_pairs_kernel(
                 base = when_stored(base, WARPS)
         _gated_row(
             x, out, base, at, width, codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
-            COLUMNS, TYPE, WARPS, AHEAD, False,
+            COLUMNS, TYPE, WARPS, False,
         )  # fmt: skip
     elif SHARED:
         _gated_row(
             x, out, 0, at, width, s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales,
-            s_up_supers, COLUMNS, S_TYPE, WARPS, AHEAD, EARLY,
+            s_up_supers, COLUMNS, S_TYPE, WARPS, EARLY,
         )  # fmt: skip
         if at == 0:
             k = tl.arange(0, 256)
@@ -130,6 +132,8 @@ def _up_pairs_kernel(
             for start in range(0, COLUMNS, 256):
                 dot += tl.load(x + start + k).to(tl.float32) * tl.load(scale + start + k).to(tl.float32)
             tl.store(share + row, tl.sigmoid(tl.sum(dot, 0)))
+    if HELPED and (place == USED + SHARED - 1) & (at == 0):
+        take_answer(answer, asked, number, gone, done, lost, theirs, patience, COLUMNS)
 
 
 @triton.jit
@@ -151,14 +155,16 @@ def _load_turn(
     return tile, tl.load(weights + source * USED + place), x + turn * 256
 
 
+@reads_much
 @triton.jit
 def _down_pairs_kernel(
     inner, ids, weights, share, residual, out, width,
-    codes, high, scales, supers, s_codes, s_high, s_scales, s_supers,
+    codes, high, scales, supers, s_codes, s_high, s_scales, s_supers, asked, answer,
     USED: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
-    ADD: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
+    ADD: tl.constexpr, HELPED: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """16 outputs of one row: the steps of all its experts are dealt to the warps, then the shared expert's."""
+    """16 outputs of one row: the steps of all its experts are dealt to the warps, then the shared expert's. HELPED: the
+    host may have computed some of them."""
     if EARLY:
         gdc_launch_dependents()
     source = tl.program_id(1)
@@ -170,12 +176,17 @@ def _down_pairs_kernel(
     x = single_address(inner + source.to(tl.int64) * (USED + SHARED) * COLUMNS, WARPS)
     nought = tl.zeros(warp.shape, tl.float32)
     acc = (nought, nought, nought, nought)
-    if SHARED:  # asked for before the wait; the sum begins with it
+    if SHARED:  # asked for before the wait
         live = warp < groups
         both = load_supers(s_supers, n, n2, warp, live, COLUMNS)
         tile = load_tile_single(s_codes, s_high, s_scales, both, n, n2, warp, live, t, COLUMNS, S_TYPE)
-        if EARLY:
-            gdc_wait()
+    if EARLY:
+        gdc_wait()
+    if HELPED:
+        was_asked, is_first = tl.load(asked) > 0, (warp == 0) & (t == 0)
+        upper = answered(answer, was_asked, at + g, is_first, width)
+        acc = (upper, nought, answered(answer, was_asked, at + g + 8, is_first, width), nought)
+    if SHARED:
         part = tl.load(share + source)
         for start in range(0, groups, WARPS):
             group = start + warp
@@ -185,8 +196,6 @@ def _down_pairs_kernel(
             live = group < groups
             both = load_supers(s_supers, n, n2, group, live, COLUMNS)
             tile = load_tile_single(s_codes, s_high, s_scales, both, n, n2, group, live, t, COLUMNS, S_TYPE)
-    elif EARLY:
-        gdc_wait()
     planes = codes, high, scales, supers
     turn = warp
     tile, weight, address = _load_turn(ids, weights, planes, source, n, n2, x, turn, width, USED, COLUMNS, TYPE)
@@ -216,18 +225,22 @@ def by_pair(
     places = used + (shared is not None)
     inner = torch.empty(rows, places, width, dtype=h.dtype, device=h.device)
     share = torch.empty(rows, dtype=torch.float32, device=h.device)
+    answer = None if missing is None else missing.answer
     _up_pairs_kernel[(triton.cdiv(width, 16), places, rows)](
         h, ids, inner, share, scale, width, *planes(gate), *planes(up), *planes(s_gate), *planes(s_up),
-        *((ids, ids, 0) if missing is None else missing.arguments), USED=used, SHARED=shared is not None,
-        COLUMNS=hidden, TYPE=gate.type, S_TYPE=s_gate.type, WORDS=0 if missing is None else missing.parts.words,
-        WARPS=config.up_warps, AHEAD=config.ahead, num_warps=config.up_warps, num_stages=1,
+        *((ids, ids, 0) if missing is None else missing.arguments),
+        *((ids, h, ids, ids, 0, 0, 0, 0) if answer is None else (answer.count, answer.here, *answer.waiting)),
+        USED=used, SHARED=shared is not None, COLUMNS=hidden, TYPE=gate.type, S_TYPE=s_gate.type,
+        WORDS=0 if missing is None else missing.parts.words, HELPED=answer is not None, WARPS=config.up_warps,
+        num_warps=config.up_warps, num_stages=1,
         **config.limit, **early,
     )  # fmt: skip
     out = torch.empty(rows, hidden, dtype=h.dtype if residual is None else residual.dtype, device=h.device)
     _down_pairs_kernel[(triton.cdiv(hidden, 16), rows)](
         inner, ids, weights, share, out if residual is None else residual, out, hidden,
-        *planes(down), *planes(s_down), USED=used, SHARED=shared is not None, COLUMNS=width, TYPE=down.type,
-        S_TYPE=s_down.type, ADD=residual is not None, WARPS=config.down_warps,
+        *planes(down), *planes(s_down), *((ids, h) if answer is None else (answer.count, answer.here)),
+        USED=used, SHARED=shared is not None, COLUMNS=width, TYPE=down.type, S_TYPE=s_down.type,
+        ADD=residual is not None, HELPED=answer is not None, WARPS=config.down_warps,
         num_warps=config.down_warps, num_stages=1, **config.limit, **early,
     )  # fmt: skip
     return out

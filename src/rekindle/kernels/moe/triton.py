@@ -21,7 +21,7 @@ from rekindle.kernels.device import starting_early
 from rekindle.kernels.matmul.arrivals import all_arrived, counters
 from rekindle.kernels.matmul.mma import ask_for
 from rekindle.kernels.matmul.tiles import block_numbers, dot_blocks, dot_pair, load_weights
-from rekindle.kernels.matmul.triton import by_units, expand, planes_of, row_slab, scratch
+from rekindle.kernels.matmul.triton import SCRATCH, by_units, expand, planes_of, row_slab, scratch
 from rekindle.kernels.matmul.types import Packed
 from rekindle.kernels.moe import integers, nvidia
 from rekindle.kernels.moe.cold import Missing
@@ -38,7 +38,6 @@ BESIDE_ROWS = 64  # up to here the shared expert runs in the launches of the oth
 UNITS_ROWS = 256  # up to here the groups take the way of `nvidia`
 MANY_ROWS = 1024  # from here on experts are expanded
 ROUTED_ROWS = 64  # up to here the router is a launch of ours
-SCRATCH = 1 << 28  # weights expanded at a time
 
 
 class PairConfig(NamedTuple):
@@ -434,9 +433,11 @@ def _grouped_kernel(
 @triton.jit
 def _combine_kernel(
     shares, h, scale, shared, residual, out, hidden,
-    USED: tl.constexpr, SHARED: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
+    USED: tl.constexpr, SHARED: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr, H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = Σ over places of shares[row, place], plus the shared expert by its share, plus residual."""
+    """out[row] = Σ over places of shares[row, place], plus the shared expert by its share, plus residual.
+
+    Everything is asked for at once: H, a power of two, is at least hidden."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -447,14 +448,9 @@ def _combine_kernel(
     for place in tl.static_range(USED):
         total += tl.load(shares + (row * USED + place) * hidden + n, mask, other=0.0)
     if SHARED:
-        dot = tl.zeros([B], tl.float32)
-        for start in range(0, hidden, B):
-            k = start + tl.arange(0, B)
-            dot += (
-                tl.load(h + row * hidden + k, k < hidden, other=0.0).to(tl.float32)
-                * tl.load(scale + k, k < hidden, other=0.0).to(tl.float32)
-            )  # fmt: skip
-        share = tl.sigmoid(tl.sum(dot, 0))
+        k = tl.arange(0, H)
+        x = tl.load(h + row * hidden + k, k < hidden, other=0.0).to(tl.float32)
+        share = tl.sigmoid(tl.sum(x * tl.load(scale + k, k < hidden, other=0.0).to(tl.float32), 0))
         total += share * tl.load(shared + row * hidden + n, mask, other=0.0).to(tl.float32)
     if ADD:
         total += tl.load(residual + row * hidden + n, mask, other=0.0).to(tl.float32)
@@ -533,11 +529,12 @@ def _combined(
     if shared is not None and extra is None:
         extra = matmul.multiply(matmul.swiglu(h, shared.gate, shared.up), shared.down)
     out = torch.empty(rows, hidden, dtype=h.dtype if residual is None else residual.dtype, device=h.device)
-    block = min(512, triton.next_power_of_2(hidden))
+    whole = triton.next_power_of_2(hidden)
+    block = min(512, whole)
     _combine_kernel[(rows, triton.cdiv(hidden, block))](
         shares, h, h if shared is None else shared.scale, h if extra is None else extra,
         out if residual is None else residual, out, hidden,
-        USED=used, SHARED=shared is not None, ADD=residual is not None, B=block, num_warps=4,
+        USED=used, SHARED=shared is not None, ADD=residual is not None, B=block, H=whole, num_warps=4,
         **starting_early(h.device),
     )  # fmt: skip
     return out
