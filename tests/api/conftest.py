@@ -29,7 +29,7 @@ from rekindle.engine.types import (
     Token,
     TokenLogprob,
 )
-from rekindle.errors import BadRequest, PromptTooLong, QueueFull, StageLost
+from rekindle.errors import BadRequest, PromptTooLong, QueueFull, StageLost, Stopping
 from rekindle.prompt import Prompt
 
 END = 256  # the paper model's stop token
@@ -210,7 +210,7 @@ class PaperEngine:
     [silent]  nothing at all until cancelled
     [lost]    three tokens, then StageLost; [bug] the same with an error nobody foresaw
     [ended]   three tokens, then the engine itself ends it as cancelled
-    [full]    refused: the queue is full; [long] refused: too long
+    [full]    refused: the queue is full; [long] refused: too long; [stopping] refused once it is in the background
     """
 
     def __init__(self) -> None:
@@ -228,6 +228,8 @@ class PaperEngine:
             raise QueueFull("7 requests are waiting, the queue holds 7")
         if "[long]" in said:
             raise PromptTooLong("the prompt has 9 tokens, the KV pool holds 8")
+        if "[stopping]" in said and request.background:
+            raise Stopping("the server is stopping and takes no more requests")
         self.requests.append(request)
         self._live.put(request)
         self.submitted.release()

@@ -100,6 +100,15 @@ def test_what_cannot_or_need_not_be_prepared_is_counted_and_the_answer_is_not_hu
     assert len(house.engine.requests) == 1
 
 
+def test_what_would_be_prepared_while_the_server_stops_is_dropped_without_a_word(
+    quiet_house: Callable[..., House], caplog: pytest.LogCaptureFixture
+) -> None:
+    house = quiet_house()
+    ask(house, "[dropped][stopping] hi")
+    wait_for_outcome(house, "dropped")
+    assert not caplog.records
+
+
 def test_preparing_can_be_switched_off_and_needs_one_answer_to_one_question(quiet_house: Callable[..., House]) -> None:
     house = quiet_house(prepare_next=False)
     ask(house, "[dropped] hi")

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from blake3 import blake3
 
-from rekindle.build import build_engine
+from rekindle.build import build_engine, open_model, plan_model
+from rekindle.build.engine import _about, _state_identity, _traits
+from rekindle.build.model import Model
 from rekindle.config import Config
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling
+from rekindle.placement import Device, Machine
 from rekindle.prompt import Prompt
 
 
@@ -46,4 +52,44 @@ def test_a_start_under_another_setting_says_what_lies_in_the_folder(
         answer_once(golden / "tiny-qwen35-Q4_K_M.gguf", tmp_path, "f32")
         assert hints() == [], "it has its own"
         answer_once(golden / "tiny-qwen35moe-Q4_K_M.gguf", tmp_path, "f32")
-        assert all("model tiny-qwen35-Q4_K_M (here tiny-qwen35moe-Q4_K_M), weights " in hint for hint in hints())
+        both = hints()
+        assert len(both) == 2, "of two settings"
+        assert all("model tiny-qwen35-Q4_K_M (here tiny-qwen35moe-Q4_K_M), weights " in hint for hint in both)
+
+
+def traits_of(model: Model, pages: int = 16, **settings: Any) -> Any:
+    machine = Machine((Device("cpu", "cpu", 4 << 30, host=True),), 8 << 30)
+    plan = plan_model(Config(sequences=1, context=4096, **settings), model, machine)
+    return _traits(model, replace(plan, stages=(replace(plan.stage(0), pool_pages=pages),)))
+
+
+def test_what_decides_over_a_snapshot_is_in_its_key_and_in_the_words_for_it(
+    golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sparse = open_model(golden / "tiny-qwen35-Q4_K_M.gguf"), {"kv_mode": "sparse"}
+    exact = [{}, {"kv_type": "q8"}, {"dtype": "bfloat16"}]
+    found = [
+        traits_of(model, **settings)
+        for settings in [
+            *exact,
+            sparse,
+            {**sparse, "kv_policy": "lru"},
+            {**sparse, "grid": 256},
+            {**sparse, "pages": 8},
+        ]
+    ]
+    monkeypatch.setattr("rekindle.build.engine.LEAD", 9)
+    found.append(traits_of(model, **sparse))
+    assert len({_state_identity(traits) for traits in found}) == len(found)
+    assert len({str(_about(traits)) for traits in found}) == len(found)
+    assert traits_of(model, pages=8) == found[0], "pools and leads decide nothing where all is attended"
+
+
+def test_folders_of_earlier_versions_are_known(golden: Path) -> None:
+    model = open_model(golden / "tiny-qwen35-Q4_K_M.gguf")
+    key = f"{model.file.fingerprint()} f32 4"
+    assert _state_identity(traits_of(model)) == blake3(key.encode()).hexdigest()
+    assert (
+        _state_identity(traits_of(model, kv_mode="sparse"))
+        == blake3(f"{key} sparse qk 512 8 [0, 8):16".encode()).hexdigest()
+    )

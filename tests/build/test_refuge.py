@@ -19,7 +19,7 @@ from rekindle.placement import Device, Machine, Plan, moved_bytes
 from rekindle.placement.reserve import smallest_budget
 
 MIB, GIB = 1 << 20, 1 << 30
-CPU, FAR_GPU = Device("cpu", "cpu", GIB, host=True), Device("cuda:0@far", "cuda", GIB, remote=True)
+CPU, FAR_GPU = Device("cpu", "cpu", 64 * MIB, host=True), Device("cuda:0@far", "cuda", GIB, remote=True)
 BF16 = DTYPES["bfloat16"]
 
 

@@ -49,14 +49,42 @@ def test_a_plan_with_vram_needs_no_gpu_but_a_device_to_give_it_to(golden: Path) 
     assert "--vram is 4.0 GiB, but there is no GPU among the devices: cpu" in str(run("--devices", "cpu").exception)
 
 
-@pytest.mark.parametrize("name", ["nosuch.gguf", "models/nosuch", "~/nosuch"])
+def plan_of(golden: Path, *arguments: str) -> Any:
+    return CliRunner().invoke(
+        app, ["plan", str(golden / "tiny-qwen35-Q4_K_M.gguf"), *arguments], env={"COLUMNS": "200"}
+    )
+
+
+def test_the_ram_that_a_refused_plan_names_is_enough_when_it_is_given(golden: Path) -> None:
+    refused = str(plan_of(golden, "--devices", "cpu", "--ram", "2MiB").exception)
+    assert "weights become float32 on a CPU" in refused
+    assert refused.endswith("; for a GPU give --vram")
+    least = refused.split("at least ")[1].split(" (")[0].replace(" ", "")
+    assert "KV pool" in plan_of(golden, "--devices", "cpu", "--ram", least).output
+    shared = str(plan_of(golden, "--devices", "cuda:0,cpu", "--vram", "4GiB", "--ram", "2MiB").exception)
+    assert "RAM of 2.0 MiB is too small" in shared
+    assert "for a GPU give --vram" not in shared
+
+
+def test_a_plan_says_which_sizes_are_shares_of_what_is_free(golden: Path) -> None:
+    said = "serve without --vram takes 92 % of what is free: about 22.1 GiB of an empty 24.0 GiB card"
+    given, measured = plan_of(golden, "--vram", "24GiB", "--ram", "8GiB").output, plan_of(golden).output
+    assert said in given
+    assert "RAM 8.00 GiB\n" in given
+    assert "GiB (75 % of what is free)\n" in measured
+    assert "serve without --vram" not in measured
+
+
+@pytest.mark.parametrize("name", ["nosuch.gguf", "nosuch.safetensors", "./nosuch", "../nosuch", "/nosuch", "~/nosuch"])
 def test_a_model_that_is_not_there_is_never_taken_for_a_prompt(name: str) -> None:
     result = CliRunner().invoke(app, ["generate", name])
     assert isinstance(result.exception, BadConfig)
     assert f"there is no file {name}" in str(result.exception)
 
 
-@pytest.mark.parametrize("prompt", ["What does a // b do?", "Hello", "long " * 1000])
+@pytest.mark.parametrize(
+    "prompt", ["What does a // b do?", "Hello", "and/or", "1/2+1/3=?", "What is foo.gguf", "/ or \\ ?", "long " * 1000]
+)
 def test_a_single_argument_that_is_no_file_is_the_prompt_as_it_was_written(prompt: str) -> None:
     assert told_apart(prompt, None) == (None, prompt)
     assert told_apart("nosuch.gguf", prompt) == (Path("nosuch.gguf"), prompt)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import uvicorn
 
+from rekindle.cli.serve import _Server
 from rekindle.snapshots.tools import list_snapshots
 
 SERVE = ("--context", "4096", "--sequences", "2", "--threads", "1")
@@ -33,10 +39,61 @@ def wait_until_said(server: Any, words: str) -> None:
 
 
 def ended(server: Any) -> tuple[int, str]:
-    """The exit status and all that was said."""
+    """The exit status and all that was said, however wide the terminal."""
     status = server.process.wait(60)
     server.finish_reading()
-    return status, "".join(server.output)
+    return status, " ".join("".join(server.output).split())
+
+
+class PaperBuilt:
+    """An engine whose step under way at the stop ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.stopping = asyncio.Event()
+        self.ended = threading.Event()
+
+    def end_requests(self) -> None:
+        self.stopping.set()
+
+    def wait_for_end(self) -> None:
+        assert self.ended.wait(60), "the step never ended"
+
+
+class ServerInATest(_Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def test_a_step_that_outlasts_the_patience_with_clients_still_gets_its_last_event_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rekindle.cli.serve.PATIENCE", 0)
+
+    async def scene() -> list[str]:
+        built = PaperBuilt()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200})
+            await send({"type": "http.response.body", "body": b"first\n", "more_body": True})
+            await built.stopping.wait()
+            for _ in range(20):  # turns of the loop, in which whoever has no patience hangs up
+                await asyncio.sleep(0)
+            built.ended.set()
+            await send({"type": "http.response.body", "body": b"last\n"})
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = ServerInATest(uvicorn.Config(app, log_level="warning", lifespan="off"), built, False)  # type: ignore[arg-type]
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        url, lines = f"http://127.0.0.1:{listener.getsockname()[1]}", list[str]()
+        async with httpx.AsyncClient(timeout=60) as client, client.stream("GET", url) as response:
+            async for line in response.aiter_lines():
+                lines.append(line)
+                server.should_exit = True
+        await serving
+        return lines
+
+    assert asyncio.run(scene()) == ["first", "last"]
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
@@ -48,13 +105,13 @@ def test_a_stream_that_runs_at_the_stop_gets_its_last_event(
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**ENDLESS, "stream": True}, timeout=60) as response:
         for line in response.iter_lines():
             events += [line.removeprefix("data: ")] if line else []
-            if len(events) == 3:
+            if line and len(events) == 3:  # once: a second signal would end the process
                 server.process.send_signal(sign)
     status, said = ended(server)
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["error"]["code"] == "stopping"
     assert status == 0, said
-    assert said.count("stopping") == 1
+    assert said.count("stopping: answers under way end here, snapshots are written; Ctrl-C again") == 1
     assert "Traceback" not in said
     assert list_snapshots(tmp_path), "the prompt's snapshots were waiting for the disk"
 
@@ -71,6 +128,7 @@ def test_an_answer_in_one_piece_is_refused_as_unavailable_at_the_stop(start_serv
     assert '"code":"stopping"' in answer
     status, said = ended(server)
     assert (status, "Traceback" in said) == (0, False), said
+    assert "snapshots are written" not in said, "there is nowhere to write them"
 
 
 def test_a_client_that_does_not_let_go_is_hung_up_on_and_a_second_signal_waits_for_nobody(

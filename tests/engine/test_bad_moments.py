@@ -11,7 +11,7 @@ import torch
 
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Event, Failed, Finished, PromptLogprobs, Request, Sampling, Token
-from rekindle.errors import BadLogits, StageLost
+from rekindle.errors import BadLogits, CrewLost, StageLost
 from rekindle.prefix import PrefixCache
 from rekindle.prompt import Prompt
 from rekindle.snapshots.types import KvPart
@@ -225,3 +225,78 @@ def test_logits_that_are_no_numbers_end_the_answer_with_an_error_and_leave_nothi
     stage.dazed = False
     assert Answer(engine, prompt(1)).wait() == expected, "what was broken is not restored"
     engine.stop()
+
+
+@pytest.mark.parametrize("fields", [{}, {"prompt_logprobs": 1}], ids=["prepared", "scored"])
+@pytest.mark.parametrize("after", [0, 2])  # the first chunk; the last of three
+def test_broken_logits_from_which_nothing_is_drawn_fail_the_request_too(
+    make_tiny: Any, fields: dict[str, int], after: int
+) -> None:
+    stage = Dazed(make_tiny("dense").stage(slots=1), after)
+    engine = engine_over(stage)
+    broken = Answer(engine, prompt(1, 150), 0, **fields)
+    broken.wait()
+    failed = broken.events[-1]
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, BadLogits)
+    assert not any(isinstance(event, Finished | PromptLogprobs) for event in broken.events)
+    stage.dazed = False
+    again = Answer(engine, prompt(1, 150), 0, **fields)
+    again.wait()
+    finished = again.events[-1]
+    assert isinstance(finished, Finished)
+    assert finished.cache.restored == 0, "what was broken is not restored"
+    engine.stop()
+
+
+class Noting(Dazed):
+    """Notes who calls it, and knows why its logits are broken."""
+
+    def __init__(self, stage: Any, after: int) -> None:
+        super().__init__(stage, after)
+        self.ran: set[threading.Thread] = set()
+        self.settled: set[threading.Thread] = set()
+
+    def forward(self, *arguments: Any) -> Any:
+        self.ran.add(threading.current_thread())
+        return super().forward(*arguments)
+
+    def settle(self) -> None:
+        self.settled.add(threading.current_thread())
+        raise CrewLost("the threads are gone")
+
+
+def test_a_stage_is_asked_for_what_it_knows_in_its_own_line_so_never_beside_a_forward(make_tiny: Any) -> None:
+    tiny = make_tiny("dense")
+    front, back = (Noting(tiny.stage(span, slots=1), 0) for span in (Span(0, 4), Span(4, 8)))
+    engine = Engine(Pipeline([front, back]), PrefixCache(1 << 28), EngineSettings(context=512, grid=64)).start()
+    answer = Answer(engine, prompt(1))
+    answer.wait()
+    engine.stop()
+    failed = answer.events[-1]
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, CrewLost), "what a stage knows is told instead of a guess"
+    assert front.settled == front.ran
+    assert back.settled == back.ran
+
+
+class Shard(Dazed):
+    """A stage in another process: it has the verbs of a stage, and tells nothing of its work."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("work", "settle"):
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
+@pytest.mark.parametrize("kind", [Dazed, Shard])
+def test_broken_logits_point_to_the_log_of_a_stage_that_cannot_be_asked(make_tiny: Any, kind: type[Dazed]) -> None:
+    tiny = make_tiny("dense")
+    pipeline = Pipeline([tiny.stage(Span(0, 4), slots=1), kind(tiny.stage(Span(4, 8), slots=1), 0)])
+    engine = Engine(pipeline, PrefixCache(1 << 28), EngineSettings(context=512, grid=64)).start()
+    answer = Answer(engine, prompt(1))
+    answer.wait()
+    engine.stop()
+    failed = answer.events[-1]
+    assert isinstance(failed, Failed)
+    assert ("the shard of layers [4, 8), see its log" in str(failed.error)) == (kind is Shard)

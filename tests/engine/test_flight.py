@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from rekindle.engine import sampler
 from rekindle.engine.flight import OnHost
+from rekindle.engine.types import Sampling
 
 SECOND = torch.device("cuda", 1)
 
@@ -64,3 +66,20 @@ def test_tokens_are_drawn_on_the_device_of_the_logits(monkeypatch: pytest.Monkey
     sampler.draw(on_second([0]), [], [])
     assert current == [1]
     assert entered == [1, 0], "and the device before is the current one again"
+
+
+@dataclass(frozen=True)
+class PaperSequence:
+    sampling: Sampling
+    tokens: tuple[int, ...] = (1, 2, 3)
+    prompt_length: int = 3
+
+
+def test_a_temperature_too_small_to_divide_by_is_none() -> None:
+    """Among equals, too: the lowest id, whatever the random number."""
+    tied = torch.zeros(3, 8)
+    for seed in range(4):
+        rows = [PaperSequence(Sampling(temperature=each, seed=seed)) for each in (1e-300, 1e-40, 1e-6)]
+        warm = PaperSequence(Sampling(temperature=1.0, seed=seed))
+        assert sampler.draw(tied, rows, [3, 3, 3]).tolist() == [0, 0, 0]
+        assert sampler.draw(tied, [*rows[:2], warm], [3, 3, 3]).tolist()[:2] == [0, 0], "beside a warm one"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rekindle.engine.engine import Engine, EngineSettings
-from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
+from rekindle.engine.types import Event, Failed, Finished, FinishReason, Request, Sampling, Token
 from rekindle.errors import StageLost
 from rekindle.prefix import PrefixCache
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
@@ -178,3 +178,35 @@ def test_a_loss_that_no_stage_owns_up_to_fails_the_requests_instead_of_starting_
     assert "the CPU threads did not answer" in str(failed.error)
     engine.stop()
     assert forwards == 1
+
+
+def test_a_stage_that_is_lost_while_the_server_stops_is_not_brought_back(make_tiny: Any) -> None:
+    engine, back = make(make_tiny("dense"), {})
+    forwards, recoveries = 0, 0
+
+    def forward(*arguments: Any) -> Any:
+        nonlocal forwards
+        forwards += 1
+        if forwards == 6:
+            engine.end_requests()
+            back.lost = "died in forward"
+            raise StageLost(back.lost)
+        return back._stage.forward(*arguments)
+
+    def recover() -> None:
+        nonlocal recoveries
+        recoveries += 1
+        back.lost = None
+
+    back.forward = forward  # type: ignore[attr-defined]
+    back.recover = recover  # type: ignore[method-assign]
+    answers = [Answer(engine, prompt, 50) for prompt in PROMPTS]
+    for answer in answers:
+        answer.wait()
+        ended = answer.events[-1]
+        assert isinstance(ended, Finished)
+        assert ended.reason is FinishReason.CANCELLED
+    engine.stop()
+    assert forwards >= 6
+    assert recoveries == 0
+    assert engine.pipeline.stages[0].pages().used == 0

@@ -397,7 +397,7 @@ def test_many_devices_are_shown_below_each_other_where_the_line_is_short() -> No
 def test_the_bar_is_to_scale() -> None:
     spec, sizes = dense()
     stage = make_plan(Machine((cpu(2 * GIB),), 4 * GIB), spec, sizes, Wishes(4096)).stage(0)
-    picture = bar(stage)
+    picture = bar(stage, stage.left)
     assert len(picture) == BAR
     assert picture.count("·") == pytest.approx(stage.left / stage.device.budget * BAR, abs=1)
 

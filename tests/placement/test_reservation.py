@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from rekindle.placement import Plan, Wishes, make_plan, reserve
+from rekindle.placement import Machine, Plan, Wishes, make_plan, reserve
 from rekindle.placement.place import POOL_TARGET, Placer
 from rekindle.spec import PAGE
 
-from .paper import GIB, MIB, moe, one_gpu
+from .paper import GIB, MIB, gpu, moe, one_gpu
 
 # 8 layers, 2 of them attention: 2 KiB of KV per token, 256 MiB at 131,072; experts 8 · 16 · 2 MiB = 256 MiB.
 SPEC, SIZES = moe()
@@ -92,6 +92,16 @@ def test_a_sparse_pool_is_the_largest_power_of_two_that_fits_and_the_plan_says_s
         assert plan.stage(0).pool_tokens == tokens, f"{room} MiB hold {room * MIB // KV:,} tokens"
         assert ("power of two" in plan.reasons[0]) == (tokens < 131_072)
     assert "power of two" not in plan_with(256 * MIB + 100 * MIB, replace(sparse, pool=8192)).reasons[0]
+
+
+@pytest.mark.parametrize("split", [None, (4, 4)])
+def test_a_power_of_two_is_promised_to_the_next_start_only_where_the_split_is_fixed(
+    split: tuple[int, ...] | None,
+) -> None:
+    machine = Machine((gpu(560 * MIB, "a"), gpu(560 * MIB, "b")), 1 << 50)
+    said = make_plan(machine, SPEC, SIZES, replace(WISHES, kv_mode="sparse", split=split)).reasons[1]
+    assert "the largest power of two that fits" in said
+    assert ("so that the next start knows this one's snapshots" in said) == (split is not None)
 
 
 def test_the_floor_of_used_experts_comes_first() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import tarfile
 import time
@@ -14,7 +15,7 @@ from rekindle.cli.cache import list_command
 from rekindle.errors import BadConfig, BadSnapshotFile
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots import tools
-from rekindle.snapshots.about import About, describe, strangers
+from rekindle.snapshots.about import About, describe, read_about, strangers
 from rekindle.snapshots.disk import DiskStore
 
 LENGTHS = (40, 100, 200)
@@ -144,9 +145,22 @@ def test_what_lies_beside_a_store_is_told_by_what_differs(tmp_path: Path) -> Non
         (3, "model b (here a)"),
         (1, "KV q8 (here f32)"),
     ]
+    (tmp_path / ("1" * 16) / "about.json").write_text(json.dumps({**here, "lead": "8"}))
+    assert strangers(tmp_path, store, here)[1].differs == "lead 8 (here none)"
+    (tmp_path / ("1" * 16) / "about.json").write_text(json.dumps(here))
+    assert strangers(tmp_path, store, here)[1].differs == "made by another version of Rekindle"
     (tmp_path / ("2" * 16) / "about.json").write_text("no json")
     assert "nothing in their folder says which" in strangers(tmp_path, store, here)[0].differs
     assert len(tools.list_snapshots(tmp_path)) == 9, "all of them are listed"
+
+
+def test_a_list_reads_the_word_left_in_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for fingerprint in ("1" * 64, "2" * 64):
+        fill(tmp_path, fingerprint, {"model": fingerprint[0]}, 3)
+    read: list[Path] = []
+    monkeypatch.setattr(tools, "read_about", lambda folder: read.append(folder) or read_about(folder))
+    assert sorted(info.about["model"] for info in tools.list_snapshots(tmp_path)) == ["1"] * 3 + ["2"] * 3
+    assert len(read) == 2
 
 
 def test_a_list_names_the_settings_and_fits_a_line_of_80(

@@ -22,7 +22,7 @@ from rekindle.api.ports import EnginePort, TextPort
 from rekindle.api.schema import ChatBody
 from rekindle.api.settings import Settings
 from rekindle.engine.types import Event, Failed, Finished, FinishReason, Request, Sampling, Started
-from rekindle.errors import BadRequest, QueueFull
+from rekindle.errors import BadRequest, QueueFull, Stopping
 from rekindle.prompt import BoundaryKind, Prompt
 
 log = logging.getLogger("rekindle.api")
@@ -102,7 +102,7 @@ class History:
                     background=True,
                 )
             )
-        except QueueFull:
+        except (QueueFull, Stopping):
             self._end(conversation, preparation)
             return "dropped"
         except Exception:

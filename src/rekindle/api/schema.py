@@ -91,7 +91,7 @@ class GenerationBody(_Body):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: Annotated[int | None, BeforeValidator(_top_k), Field(ge=0)] = None
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)  # beyond, logits could overflow
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)

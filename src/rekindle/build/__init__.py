@@ -2,13 +2,15 @@
 
 from rekindle.build.app import build_app
 from rekindle.build.engine import Built, build_engine, plan_model
-from rekindle.build.machine import available_ram, check_vram, device_names, make_machine
+from rekindle.build.machine import RAM_SHARE, VRAM_SHARE, available_ram, check_vram, device_names, make_machine
 from rekindle.build.model import Model, embedded_model, open_model, open_weights_of
 from rekindle.build.probe import probe_device, speeds
 from rekindle.build.shards import StageOrder, build_shard, choose_types, host_shard
 from rekindle.shards import keygen
 
 __all__ = [
+    "RAM_SHARE",
+    "VRAM_SHARE",
     "Built",
     "Model",
     "StageOrder",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from blake3 import blake3
@@ -79,6 +79,11 @@ class Built:
         """Every request gets its last event after the step under way; new ones are refused. Waits for nothing."""
         for engine in self._engines:
             engine.end_requests()
+
+    def wait_for_end(self) -> None:
+        """After `end_requests`: until everybody has had a last event."""
+        for engine in self._engines:
+            engine.wait_for_end()
 
     def stop(self) -> None:
         """End every request, then save what the next start should know."""
@@ -288,10 +293,11 @@ def _prefix_cache(config: Config, model: Model, plan: Plan, ram: int, slabs: lis
     if there is one: every other of this process reads them too."""
     disk = None
     if config.cache_dir is not None and config.cache_disk > 0:
+        traits = _traits(model, plan)
         disk = DiskStore(
-            config.cache_dir, _state_identity(model, plan), config.cache_disk, slabs=slabs[0] if slabs else None
+            config.cache_dir, _state_identity(traits), config.cache_disk, slabs=slabs[0] if slabs else None
         )
-        _say_what_is_there(config.cache_dir, disk, _about(model, plan))
+        _say_what_is_there(config.cache_dir, disk, _about(traits))
     fixed = _fixed_snapshot_bytes(plan)
     if ram < config.cache_ram // config.replicas * config.replicas:
         log.warning("snapshots get %s of RAM, --cache-ram is %s", show_bytes(ram), show_bytes(config.cache_ram))
@@ -309,30 +315,44 @@ def _say_what_is_there(folder: Path, disk: DiskStore, about: About) -> None:
             log.info("%d snapshots in %s are of another model or setting: %s", found.count, folder, found.differs)
 
 
-def _about(model: Model, plan: Plan) -> About:
-    """`_state_identity` in words."""
-    wishes = plan.wishes
-    mode = "exact"
-    if wishes.kv_mode == "sparse":
-        pools = " and ".join(f"{stage.pool_tokens:,} tokens for layers {stage.span}" for stage in plan.stages)
-        mode = f"sparse, policy {wishes.kv_policy}, chunks of {wishes.chunk}, pool of {pools}"
-    return {
-        "model": model.name,
-        "weights": model.file.fingerprint()[:12],
-        "KV": wishes.kv_type,
-        "activations": next(name for name, dtype in DTYPES.items() if dtype.itemsize == wishes.compute_bytes),
-        "KV mode": mode,
-    }
+class _Trait(NamedTuple):
+    """One of the things that decide whether a snapshot can be restored here."""
+
+    name: str
+    words: str  # what people are told
+    key: str  # what the identity holds of it
 
 
-def _state_identity(model: Model, plan: Plan) -> str:
+def _traits(model: Model, plan: Plan) -> list[_Trait]:
     """Weights and everything else that decides what bits a state holds and how they are stored."""
-    wishes = plan.wishes
-    identity = f"{model.file.fingerprint()} {wishes.kv_type} {wishes.compute_bytes}"
-    if wishes.kv_mode == "sparse":  # what was left out depends on pool, policy and the chunks after which it is chosen
-        rule = ["", "sparse", wishes.kv_policy, str(wishes.chunk), str(LEAD)]
-        identity += " ".join([*rule, *(f"{stage.span}:{stage.pool_pages}" for stage in plan.stages)])
-    return blake3(identity.encode()).hexdigest()
+    wishes, weights = plan.wishes, model.file.fingerprint()
+    dtype = next(name for name, dtype in DTYPES.items() if dtype.itemsize == wishes.compute_bytes)
+    traits = [
+        _Trait("model", model.name, ""),  # the same weights under another name are the same
+        _Trait("weights", weights[:12], weights),
+        _Trait("KV", wishes.kv_type, wishes.kv_type),
+        _Trait("activations", dtype, str(wishes.compute_bytes)),
+    ]
+    if wishes.kv_mode != "sparse":
+        return [*traits, _Trait("KV mode", wishes.kv_mode, "")]
+    # What was left out depends on pool, policy and the chunks after which it is chosen.
+    pools = " and ".join(f"{stage.pool_tokens:,} tokens for layers {stage.span}" for stage in plan.stages)
+    return [
+        *traits,
+        _Trait("KV mode", "sparse", "sparse"),
+        _Trait("policy", wishes.kv_policy, wishes.kv_policy),
+        _Trait("chunks", str(wishes.chunk), str(wishes.chunk)),
+        _Trait("lead", str(LEAD), str(LEAD)),
+        _Trait("pool", pools, " ".join(f"{stage.span}:{stage.pool_pages}" for stage in plan.stages)),
+    ]
+
+
+def _about(traits: list[_Trait]) -> About:
+    return {trait.name: trait.words for trait in traits}
+
+
+def _state_identity(traits: list[_Trait]) -> str:
+    return blake3(" ".join(trait.key for trait in traits if trait.key).encode()).hexdigest()
 
 
 def _fixed_snapshot_bytes(plan: Plan) -> int:

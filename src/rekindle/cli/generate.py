@@ -18,6 +18,9 @@ from rekindle.errors import BadConfig
 from rekindle.prompt import Prompt
 from rekindle.text import Detokenizer, boundaries_of_tokens
 
+MODEL_ENDINGS = (".gguf", ".safetensors")
+PATH_BEGINNINGS = ("/", "./", "../", "~/")
+
 
 def generate(
     model: Annotated[
@@ -58,10 +61,10 @@ def generate(
 
 
 def told_apart(first: str | None, second: str | None) -> tuple[Path | None, str | None]:
-    """Model and prompt of one or two arguments. What looks like a file and is none is not taken for a prompt."""
+    """Model and prompt of one or two arguments. A word that names a file, and finds none, is no prompt."""
     if first is None or second is not None or os.path.exists(first):
         return Path(first) if first is not None else None, second
-    if first.endswith(".gguf") or (os.sep in first and " " not in first):
+    if len(first.split()) == 1 and (first.endswith(MODEL_ENDINGS) or first.startswith(PATH_BEGINNINGS)):
         raise BadConfig(f"there is no file {first}; if it is a prompt, name the model before it")
     return None, first
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rekindle.build import Built, build_engine
+from rekindle.build import RAM_SHARE, VRAM_SHARE, Built, build_engine
 from rekindle.config import Config, parse_bytes, show_bytes
 
 ModelPath = Annotated[
@@ -25,7 +25,17 @@ Context = Annotated[
 ]
 Sequences = Annotated[int, typer.Option(help="Requests that run at the same time.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
-Size = Annotated[str | None, typer.Option(help="A size such as 24GiB.")]
+Vram = Annotated[
+    str | None,
+    typer.Option(help=f"Memory to use of each GPU, such as 24GiB; {VRAM_SHARE:.0%} of what is free if left out."),
+]
+Ram = Annotated[
+    str | None,
+    typer.Option(
+        help="RAM to use, such as 64GiB, for CPU stages, cold experts, KV beyond the pool and snapshots; "
+        f"{RAM_SHARE:.0%} of what is free if left out."
+    ),
+]
 Dtype = Annotated[
     str | None, typer.Option(help="Activations: float32 (on a CPU, or for float16 weights) or bfloat16 (GPU).")
 ]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from rekindle.build import check_vram, device_names, make_machine, open_model, plan_model
+from rekindle.build import RAM_SHARE, VRAM_SHARE, check_vram, device_names, make_machine, open_model, plan_model
 from rekindle.cli import options
-from rekindle.config import Config, parse_bytes
-from rekindle.errors import BadConfig
-from rekindle.placement import Device, Machine, plan_as_json, show_plan
+from rekindle.config import Config, parse_bytes, show_bytes
+from rekindle.errors import BadConfig, DoesNotFit
+from rekindle.placement import Device, Machine, Plan, plan_as_json, show_plan
 
 
 def plan(
@@ -26,8 +27,8 @@ def plan(
     kv_mode: options.KvMode = "exact",
     kv_policy: options.KvPolicy = "qk",
     pool: Annotated[int | None, typer.Option(help="Tokens of KV on every device.")] = None,
-    vram: options.Size = None,
-    ram: options.Size = None,
+    vram: options.Vram = None,
+    ram: options.Ram = None,
     cache_ram: Annotated[str, typer.Option(help="RAM for snapshots.")] = "2GiB",
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
@@ -53,8 +54,29 @@ def plan(
         ram=options.size(ram, "--ram"),
         cache_ram=parse_bytes(cache_ram, "--cache-ram"),
     )
-    made = plan_model(config, open_model(model), _machine(config))
-    print(json.dumps(plan_as_json(made)) if as_json else show_plan(made, shutil.get_terminal_size().columns))
+    made = _plan(config)
+    ram_note = f"{_percent(RAM_SHARE)} of what is free" if config.ram is None else ""
+    width = shutil.get_terminal_size().columns
+    print(json.dumps(plan_as_json(made)) if as_json else show_plan(made, width, ram_note))
+
+
+def _plan(config: Config) -> Plan:
+    machine = _machine(config)
+    try:
+        made = plan_model(config, open_model(config.model), machine)
+    except DoesNotFit as error:
+        if all(device.is_cpu for device in machine.devices):
+            raise DoesNotFit(f"{error}; for a GPU give --vram") from error
+        raise
+    if config.vram is None:
+        return made
+    usual, whole = show_bytes(int(config.vram * VRAM_SHARE)), show_bytes(config.vram)
+    share = f"serve without --vram takes {_percent(VRAM_SHARE)} of what is free: about {usual} of an empty {whole} card"
+    return replace(made, reasons=(*made.reasons, share))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _machine(config: Config) -> Machine:

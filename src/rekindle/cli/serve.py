@@ -25,7 +25,7 @@ from rekindle.errors import BadConfig
 
 log = logging.getLogger("rekindle")
 
-PATIENCE = 3.0  # seconds after the stop for clients that neither read their last event nor send the rest of a request
+PATIENCE = 3.0  # seconds after the last event for clients that neither read it nor send the rest of a request
 
 
 def serve(
@@ -45,8 +45,8 @@ def serve(
     pool: Annotated[
         int | None, typer.Option(help="Tokens of KV on every device; decided by the plan if left out.")
     ] = None,
-    vram: options.Size = None,
-    ram: options.Size = None,
+    vram: options.Vram = None,
+    ram: options.Ram = None,
     cache_ram: Annotated[str, typer.Option(help="RAM for snapshots.")] = "2GiB",
     cache_dir: Annotated[Path | None, typer.Option(help="Folder for snapshots that survive a restart.")] = None,
     cache_disk: Annotated[str, typer.Option(help="Disk for snapshots.")] = "16GiB",
@@ -122,7 +122,7 @@ def serve(
         address, port = listener.getsockname()[:2]
         listener.listen()  # from the greeting on, nobody is refused
         _greet(built, address, port, name or built.model.name, api_key is not None)
-        _Server(uvicorn.Config(app, log_level="warning"), built).run(sockets=[listener])
+        _Server(uvicorn.Config(app, log_level="warning"), built, cache_dir is not None).run(sockets=[listener])
     finally:
         built.stop()
 
@@ -130,9 +130,10 @@ def serve(
 class _Server(uvicorn.Server):
     """At the first signal the answers under way end, and it stops in good order; a second ends the process at once."""
 
-    def __init__(self, config: uvicorn.Config, built: Built) -> None:
+    def __init__(self, config: uvicorn.Config, built: Built, keeps_snapshots: bool) -> None:
         super().__init__(config)
         self._built = built
+        self._keeps_snapshots = keeps_snapshots
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -147,12 +148,17 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        log.info("stopping: answers under way end here, snapshots are written; Ctrl-C again leaves at once")
+        written = ", snapshots are written" if self._keeps_snapshots else ""
+        log.info("stopping: answers under way end here%s; Ctrl-C again leaves at once", written)
         self._built.end_requests()
-        asyncio.get_running_loop().call_later(PATIENCE, self._hang_up)
+        hanging_up = asyncio.create_task(self._hang_up())
         await super().shutdown(sockets)
+        hanging_up.cancel()
 
-    def _hang_up(self) -> None:
+    async def _hang_up(self) -> None:
+        """A step under way may take longer than our patience with clients, which begins when they have been told."""
+        await asyncio.to_thread(self._built.wait_for_end)
+        await asyncio.sleep(PATIENCE)
         for connection in self.server_state.connections:
             connection.transport.abort()
 

@@ -19,7 +19,7 @@ from rekindle.engine.admission import Admission
 from rekindle.engine.audit import Audit, Auditor
 from rekindle.engine.flight import Flight
 from rekindle.engine.publisher import Publisher
-from rekindle.engine.sampler import draw, logprob_of
+from rekindle.engine.sampler import are_drawable, draw, logprob_of
 from rekindle.engine.scheduler import Scheduler
 from rekindle.engine.sequence import Phase, Sequence
 from rekindle.engine.types import (
@@ -155,10 +155,14 @@ class Engine:
             self._stopping = True
             self._commands.put(None)
 
+    def wait_for_end(self) -> None:
+        """After `end_requests`: until everybody has had a last event."""
+        self._thread.join()
+
     def stop(self) -> None:
         """End every request, publish what is under way, and stop the thread."""
         self.end_requests()
-        self._thread.join()
+        self.wait_for_end()
         self._admission.stop()
         self.prefixes.close()
         self.pipeline.stop()
@@ -193,9 +197,12 @@ class Engine:
         """The end: what is under way comes back, everyone gets an answer, what was captured is published."""
         while self._flights:
             self._settle(self._flights.popleft())
+        self._cancel_everything()
+        self._publisher.drain()
+
+    def _cancel_everything(self) -> None:
         for sequence in [*self._running, *self._waiting]:
             self._finish(sequence, FinishReason.CANCELLED)
-        self._publisher.drain()
 
     def _step(self) -> None:
         self._drop_cancelled()
@@ -421,6 +428,10 @@ class Engine:
                 self._conclude_audit(sequence, sequence.audit, rows[-1])
             return
         self._computed += len(segment)
+        draws = sequence.max_tokens > 0 and sequence.request.prompt_logprobs is None  # whoever draws finds out anyway
+        if not draws and len(rows) and not are_drawable(rows):
+            self._fail_for_logits(sequence, segment.end)
+            return
         if len(rows) and segment.end in sequence.kinds:
             self._publisher.give_logits(sequence, segment.end, rows[-1])
         if sequence.request.prompt_logprobs is not None:
@@ -444,7 +455,7 @@ class Engine:
 
     def _take_token(self, sequence: Sequence, token: int) -> None:
         if token < 0:
-            self._fail_for_logits(sequence)
+            self._fail_for_logits(sequence, len(sequence.tokens))
             return
         request = sequence.request
         if not sequence.first_token_at:
@@ -541,11 +552,12 @@ class Engine:
                     self._emit(sequence, Failed(error))
                 self._end_somehow(sequence)
 
-    def _fail_for_logits(self, sequence: Sequence) -> None:
+    def _fail_for_logits(self, sequence: Sequence, position: int) -> None:
         """No token could be drawn; a stage may know why."""
+        elsewhere = "".join(f"; or the shard of {stage}, see its log" for stage in self.pipeline.elsewhere)
         error: Exception = BadLogits(
-            f"the logits after {len(sequence.tokens)} tokens are no numbers, so there is no token to draw: "
-            "the weights are damaged, or a device is at fault"
+            f"the logits after {position} tokens are no numbers, so no token can be drawn or scored: "
+            f"the weights are damaged, or a device is at fault{elsewhere}"
         )
         try:
             self.pipeline.settle()
@@ -576,6 +588,9 @@ class Engine:
     def _outlive(self, error: StageLost) -> None:
         """A stage is gone, and with it a part of every live state: bring it back and run again what must be."""
         self._flights.clear()
+        if self._stopping:
+            self._part_with(error)
+            return
         try:
             self.pipeline.recover()
             self._publisher.abandon()
@@ -594,6 +609,14 @@ class Engine:
             else:
                 sequence.start_over()
                 self._waiting.appendleft(sequence)
+
+    def _part_with(self, error: StageLost) -> None:
+        """It was lost while the server stops, and nobody needs it again: everyone ends as cancelled."""
+        log.warning("%s; it is not brought back, since the server is stopping", error)
+        self._publisher.abandon()
+        for sequence in self._running:
+            sequence.in_flight = 0
+        self._cancel_everything()
 
     def _fail_everything(self, error: Exception) -> None:
         self._flights.clear()

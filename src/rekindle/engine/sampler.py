@@ -15,6 +15,8 @@ import torch
 from rekindle.engine.types import Sampling, TokenLogprob
 from rekindle.kernels.sampling import add_bias, apply_penalties, argmax, count_tokens, sample
 
+COLDEST = 1e-5  # below it a temperature is none: a logit in doubt has no chance, and dividing by less may overflow
+
 
 class Drawable(Protocol):
     """What the sampler reads of a sequence."""
@@ -44,18 +46,25 @@ def draw(logits: torch.Tensor, sequences: Sequence[Drawable], positions: Sequenc
 
 
 def _draw(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
-    if all(s.temperature == 0 for s in settings):
+    temperatures = [s.temperature if s.temperature >= COLDEST else 0.0 for s in settings]
+    if not any(temperatures):
         return argmax(logits)
     # Settings stay on the host: the sampler reads them there to choose a cheaper path.
     uniforms = [uniform(s.seed, position) for s, position in zip(settings, positions, strict=True)]
     return sample(
         logits,
-        torch.tensor([s.temperature for s in settings]),
+        torch.tensor(temperatures),
         torch.tensor([s.top_k for s in settings]),
         torch.tensor([s.top_p for s in settings]),
         torch.tensor([s.min_p for s in settings]),
         torch.tensor(uniforms, dtype=torch.float64),
     )
+
+
+def are_drawable(logits: torch.Tensor) -> bool:
+    """Whether there is a token to draw in every row."""
+    with torch.cuda.device_of(logits):
+        return bool((argmax(logits) >= 0).all())
 
 
 def logprob_of(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:

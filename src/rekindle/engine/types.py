@@ -13,7 +13,7 @@ from rekindle.prompt import Prompt
 class Sampling:
     """How the next token is drawn. Order: penalties, bias, temperature, top-k, top-p, min-p, one draw."""
 
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # 0, or next to nothing, is greedy
     top_k: int = 0  # 0 is off
     top_p: float = 1.0
     min_p: float = 0.0

@@ -8,10 +8,9 @@ from dataclasses import replace
 from rekindle.errors import DoesNotFit
 from rekindle.placement.buy import hot_of
 from rekindle.placement.place import Draft, Placer
-from rekindle.placement.reserve import Weigher, weight_bytes
-from rekindle.placement.types import Alternative, Machine, Plan, Sizes, StagePlan, Wishes
-from rekindle.placement.units import gib, plural
-from rekindle.spec import PAGE, ModelSpec
+from rekindle.placement.types import Alternative, Machine, Plan, Sizes, StagePlan, Wishes, pages_for
+from rekindle.placement.units import at_least, gib, plural
+from rekindle.spec import PAGE, ModelSpec, Span
 
 SHORTEST_CONTEXT = 4096  # no shorter context is worth proposing
 
@@ -25,13 +24,14 @@ def _reasons(placer: Placer, plan: Plan) -> Iterator[str]:
         spans = " ".join(map(str, plan.spans))
         how = "by memory first, then by speed" if plan.wishes.split is None else "as asked"
         yield f"layers are split {spans}, {how}"
-    for draft, stage in zip(placer.drafts(), plan.stages, strict=True):
+    for draft, stage in zip(placer.drafts(plan.spans), plan.stages, strict=True):
         yield _pool_reason(placer, draft, stage)
+        yield from _link_reason(plan.wishes, stage)
         if stage.cold:
             yield _cold_reason(placer, draft, stage)
         if stage.device.is_cpu:
-            yield from _type_reason(placer, stage)
-    if plan.snapshot_ram < plan.wishes.cache_ram:
+            yield from placer.expansion(stage.device, stage.span)
+    if gib(plan.snapshot_ram) != gib(plan.wishes.cache_ram):
         yield (
             f"snapshots get {gib(plan.snapshot_ram)} of RAM, not the {gib(plan.wishes.cache_ram)} asked for: "
             f"of {gib(plan.machine.ram)} the rest is taken"
@@ -50,10 +50,9 @@ def _pool_reason(placer: Placer, draft: Draft, stage: StagePlan) -> str:
     if not stage.pool_is_on:
         asked = placer.wishes.pool
         needless = f"; --pool {asked:,} is not needed" if asked is not None and asked < stage.pool_tokens else ""
-        full = f"full KV ({tokens}, all sequences together)"
-        return f"{name}: everything fits with {full}, so nothing is paged out{needless}"
-    if placer.wishes.doubles_pool and not stage.cold and stage.pool_pages.bit_count() == 1:
-        tokens += " (the largest power of two that fits, so that the next start knows this one's snapshots)"
+        return f"{name}: full KV fits ({tokens}, all sequences together), so nothing is paged out{needless}"
+    if placer.wishes.power_of_two_pool and not stage.cold and stage.pool_pages.bit_count() == 1:
+        tokens += f" (the largest power of two that fits{_for_the_next_start(placer)})"
     more = gib((stage.full_pages - stage.pool_pages) * stage.page_bytes)
     hot = hot_with_full_kv(placer, draft)
     if hot is None:
@@ -65,15 +64,18 @@ def _pool_reason(placer: Placer, draft: Draft, stage: StagePlan) -> str:
     return f"{name}: pool of {tokens}; full KV would take {more} more"
 
 
-def _type_reason(placer: Placer, stage: StagePlan) -> Iterator[str]:
-    """A CPU keeps no quantised weights."""
-    here, kept = (
-        weight_bytes(sizes, Weigher(placer.spec, sizes).weigh(stage.span), stage.span.stop == placer.spec.layers)
-        for sizes in (placer.sizes.on(stage.device), placer.sizes)
-    )
-    if here != kept:
-        dtype = {2: "bfloat16", 4: "float32"}[placer.wishes.compute_bytes]
-        yield f"{stage.device.name}: weights become {dtype} on a CPU, {gib(here)} instead of {gib(kept)} on a GPU"
+def _for_the_next_start(placer: Placer) -> str:
+    """A split that is chosen anew at each start may give a stage other layers, and then its pool does not matter."""
+    lasting = len(placer.machine.devices) == 1 or placer.wishes.split is not None
+    return ", so that the next start knows this one's snapshots" if lasting else ""
+
+
+def _link_reason(wishes: Wishes, stage: StagePlan) -> Iterator[str]:
+    """What a small pool costs: exact mode attends every page, and reads those beyond the pool where they lie."""
+    beyond = (pages_for(wishes.context) - stage.pool_pages) * stage.page_bytes
+    if beyond > 0 and wishes.kv_mode == "exact" and not stage.device.host:
+        name = stage.device.name
+        yield f"{name}: a sequence at the context limit reads up to {gib(beyond)} of KV over the link per token"
 
 
 def _cold_reason(placer: Placer, draft: Draft, stage: StagePlan) -> str:
@@ -82,7 +84,7 @@ def _cold_reason(placer: Placer, draft: Draft, stage: StagePlan) -> str:
     spare = f", {plural(ring, 'spare ring slot')} follow the routing" if ring else ""
     return (
         f"{stage.device.name}: {stage.cold:,} of {plural(stage.cold + stage.hot_count, 'expert')} are cold{spare}; "
-        f"a budget of {gib(budget)} would keep all hot"
+        f"a budget of {at_least(budget)} would keep all hot"
     )
 
 
@@ -102,30 +104,34 @@ def hot_with_full_kv(placer: Placer, draft: Draft, page_bytes: int | None = None
 
 def alternatives(machine: Machine, spec: ModelSpec, sizes: Sizes, wishes: Wishes) -> tuple[Alternative, ...]:
     """The nearest other plans, with what each changes. Works for wishes that do not fit, too."""
-    base = _try(machine, spec, sizes, wishes)
+    placer = Placer(machine, spec, sizes, wishes)
+    return neighbours(placer, _try(placer, wishes, None))
+
+
+def neighbours(placer: Placer, base: Plan | None) -> tuple[Alternative, ...]:
+    """The alternatives to a plan; None is one that does not fit."""
     if base is not None and not base.cold and not base.pool_is_on:
         return ()  # nothing is missing
-    return tuple(_alternatives(machine, spec, sizes, wishes, base))
+    return tuple(_neighbours(placer, base))
 
 
-def _alternatives(
-    machine: Machine, spec: ModelSpec, sizes: Sizes, wishes: Wishes, base: Plan | None
-) -> Iterator[Alternative]:
+def _neighbours(placer: Placer, base: Plan | None) -> Iterator[Alternative]:
+    spec, wishes = placer.spec, placer.wishes
     for context in _shorter(wishes.context):
-        plan = _try(machine, spec, sizes, replace(wishes, context=context))
+        plan = _try(placer, replace(wishes, context=context), base)
         if plan is not None and _is_better(base, plan):
             yield Alternative(f"context {context:,}", _difference(base, plan))
             break
     if wishes.kv_type != "q8" and spec.attention.head_dim % 32 == 0:
-        plan = _try(machine, spec, sizes, replace(wishes, kv_type="q8"))
+        plan = _try(placer, replace(wishes, kv_type="q8"), base)
         if plan is not None:
             yield Alternative("q8 KV", _difference(base, plan))
     if wishes.sequences > 1:
         fewer = wishes.sequences // 2
-        plan = _try(machine, spec, sizes, replace(wishes, sequences=fewer))
+        plan = _try(placer, replace(wishes, sequences=fewer), base)
         if plan is not None:
             yield Alternative(plural(fewer, "sequence"), _difference(base, plan))
-    yield from _larger_budgets(Placer(machine, spec, sizes, wishes))
+    yield from _larger_budgets(placer, base)
 
 
 def _is_better(base: Plan | None, plan: Plan) -> bool:
@@ -134,14 +140,27 @@ def _is_better(base: Plan | None, plan: Plan) -> bool:
     return plan.hot > base.hot if base.cold else not plan.pool_is_on
 
 
-def _larger_budgets(placer: Placer) -> Iterator[Alternative]:
+def _larger_budgets(placer: Placer, base: Plan | None) -> Iterator[Alternative]:
     """What the machine would need, with the spans of this plan."""
-    drafts = placer.drafts()
-    for name, pages in (("all experts hot", placer.target), ("full KV", placer.wishes.full_pages)):
-        needs = [(draft.device, draft.budget_for(pages, draft.shelf.expert_bytes)) for draft in drafts]
-        short = [f"{device.name} {gib(budget)}" for device, budget in needs if budget > device.budget]
-        if short and (name == "full KV" or placer.spec.ffn.is_moe):
-            yield Alternative(f"budget for {name}", f"needs {', '.join(short)}")
+    spans = placer.spans() if base is None else base.spans
+    if placer.spec.ffn.is_moe:
+        yield from _larger_budget(placer, spans, "all experts hot", placer.target)
+    if base is None or base.pool_is_on:
+        yield from _larger_budget(placer, spans, "full KV", placer.wishes.full_pages)
+
+
+def _larger_budget(placer: Placer, spans: tuple[Span, ...], name: str, pages: int) -> Iterator[Alternative]:
+    """So many pages, and every expert hot; given back to the plan it is enough."""
+    needs = [(draft.device, draft.budget_for(pages, draft.shelf.expert_bytes)) for draft in placer.drafts(spans)]
+    short = {device.name: budget for device, budget in needs if budget > device.budget and not placer.is_ram(device)}
+    devices = (replace(device, budget=short.get(device.name, device.budget)) for device in placer.machine.devices)
+    larger = placer.on(replace(placer.machine, devices=tuple(devices)))
+    ram = larger.ample_ram(spans, pages)
+    said = [f"{device} {at_least(budget)}" for device, budget in short.items()]
+    said += [f"RAM {at_least(ram)}"] if ram > placer.machine.ram and placer.has_host_stage else []
+    split = f" with --split {','.join(str(len(span)) for span in spans)}" if len(spans) > 1 else ""
+    if said:
+        yield Alternative(f"budget for {name}", f"needs {', '.join(said)}{split}")
 
 
 def _shorter(context: int) -> Iterator[int]:
@@ -153,9 +172,10 @@ def _shorter(context: int) -> Iterator[int]:
             yield power
 
 
-def _try(machine: Machine, spec: ModelSpec, sizes: Sizes, wishes: Wishes) -> Plan | None:
+def _try(placer: Placer, wishes: Wishes, base: Plan | None) -> Plan | None:
+    """Other wishes on the same machine; where RAM is short the split of the base does."""
     try:
-        return Placer(machine, spec, sizes, wishes).place()
+        return Placer(placer.machine, placer.spec, placer.sizes, wishes).place(base.spans if base else None)
     except DoesNotFit:
         return None
 

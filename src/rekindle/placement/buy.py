@@ -30,7 +30,8 @@ class Shelf:
     target: int  # pages that are worth as much as experts
     most: int  # pages beyond the target that help even if not every sequence fits
     full: int  # pages of every sequence at its limit
-    doubling: bool = False  # short of that, powers of two alone: a start with a little less memory has the same pool
+    ceiling: int | None = None  # pages that RAM has room for, where RAM is what the stage lives in
+    powers_of_two: bool = False  # short of that, no other pool: a start with a little less memory has the same one
 
     @property
     def expert_bytes(self) -> int:
@@ -70,10 +71,11 @@ def buy(shelf: Shelf, room: int) -> Bought | None:
 
 def _last_pages(shelf: Shelf, room: int, pages: int) -> int:
     """Every expert is on the device; the rest is for pages."""
-    if room >= (shelf.full - pages) * shelf.page_bytes:  # always so in a stage without attention
-        return shelf.full - pages
-    most = max(pages, min(pages + room // shelf.page_bytes, shelf.most))
-    return (max(pages, 1 << most.bit_length() - 1) if shelf.doubling else most) - pages
+    ceiling = shelf.full if shelf.ceiling is None else shelf.ceiling
+    if shelf.full <= ceiling and room >= (shelf.full - pages) * shelf.page_bytes:
+        return shelf.full - pages  # always so in a stage without attention
+    most = max(pages, min(pages + room // shelf.page_bytes, shelf.most, ceiling))
+    return (max(pages, 1 << most.bit_length() - 1) if shelf.powers_of_two else most) - pages
 
 
 def buying_order(spec: ModelSpec, layers: dict[int, LayerSizes], wishes: Wishes) -> tuple[int, ...]:

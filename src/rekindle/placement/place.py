@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from rekindle.errors import BadConfig, DoesNotFit
 from rekindle.placement.buy import Bought, Shelf, buy, buying_order, check_counts, hot_of, ranked_experts
@@ -23,10 +25,12 @@ from rekindle.placement.reserve import (
     smallest_budget,
     staging_bytes,
     stock_bytes,
+    weight_bytes,
 )
-from rekindle.placement.split import spans_from_wish
+from rekindle.placement.split import best_spans, spans_from_wish
 from rekindle.placement.types import (
     CAPTURES,
+    LONGEST_CONTEXT,
     SNAPSHOTS,
     Device,
     Item,
@@ -37,12 +41,14 @@ from rekindle.placement.types import (
     Wishes,
     pages_for,
 )
-from rekindle.placement.units import gib
+from rekindle.placement.units import at_least, gib
 from rekindle.spec import PAGE, ModelSpec, Span
 
 POOL_TARGET = (
     8_192 // PAGE
 )  # pages; no context limit from here on makes an expert cold. 160 MiB of bf16 KV on the 35B-A3B
+
+ENDLESS = 1 << 60  # bytes of RAM that nothing fills
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +90,28 @@ class Placer:
 
     def __init__(self, machine: Machine, spec: ModelSpec, sizes: Sizes, wishes: Wishes) -> None:
         check_counts(spec, wishes)
-        self.machine, self.spec, self.sizes, self.wishes = machine, spec, sizes, wishes
+        self.machine, self.spec, self.sizes, self.wishes = _within_ram(machine), spec, sizes, wishes
         self._weighers = [Weigher(spec, sizes.on(device)) for device in machine.devices]
         self._kv_page = PAGE * kv_token_bytes(spec, wishes.kv_type)  # of one layer
         self.least, self.target, self.most = _pool_sizes(wishes)
 
-    def place(self) -> Plan:
-        drafts = self.drafts()
-        _check_budgets(drafts)
-        stages = [self._stage(draft) for draft in drafts]
+    def place(self, frugal: tuple[Span, ...] | None = None) -> Plan:
+        """On the best split; where that one wants more RAM than there is, on the one that needs least of it.
+
+        To look for that one takes seconds on three devices: `frugal` is one to try instead.
+        """
+        spans = self.spans()
+        stages = self._stages(spans)
+        if stages is None and len(spans) > 1 and self.wishes.split is None and self.has_host_stage:
+            spans = frugal or self._with_ram(ENDLESS).frugal_spans()
+            stages = self._stages(spans)
+        if stages is None:
+            self._refuse(spans)
         return self._with_host(stages)
 
-    def drafts(self) -> list[Draft]:
-        return [self._draft(i, span) for i, span in enumerate(self.spans())]
+    def drafts(self, spans: tuple[Span, ...] | None = None) -> list[Draft]:
+        """On the best split if none is named."""
+        return [self._draft(i, span) for i, span in enumerate(spans or self.spans())]
 
     def spans(self) -> tuple[Span, ...]:
         devices, layers = len(self.machine.devices), self.spec.layers
@@ -106,7 +121,15 @@ class Placer:
             return (self.spec.whole,)
         if self.wishes.split is not None:
             return spans_from_wish(self.wishes.split, devices, layers)
-        return self._auto_spans()
+        return self._best_spans(self._shortfall)
+
+    def frugal_spans(self) -> tuple[Span, ...]:
+        """The split that needs least RAM, of those that miss least memory elsewhere."""
+        return self._best_spans(self._ram_cost)
+
+    @property
+    def has_host_stage(self) -> bool:
+        return any(device.host for device in self.machine.devices)
 
     # One stage
 
@@ -125,7 +148,7 @@ class Placer:
             target=self.target,
             most=self.most,
             full=self.wishes.full_pages,
-            doubling=self.wishes.doubles_pool,
+            powers_of_two=self.wishes.power_of_two_pool,
         )
         return Draft(device, span, tuple(fixed), shelf, staging_bytes(routed))
 
@@ -133,8 +156,12 @@ class Placer:
         device, first, last = self.machine.devices[index], index == 0, index == len(self.machine.devices) - 1
         return fixed_items(self.spec, self.sizes.on(device), self.wishes, device, weights, first, last)
 
-    def _stage(self, draft: Draft) -> StagePlan:
-        bought = draft.buy()
+    def _stage(self, draft: Draft, ceiling: int) -> StagePlan:
+        """With at most `ceiling` pages where it lives in RAM, which others need too."""
+        shelf = draft.shelf
+        if draft.device.host and shelf.page_bytes:
+            shelf = replace(shelf, target=min(shelf.target, ceiling), ceiling=ceiling)
+        bought = draft.buy(shelf)
         assert bought is not None, "budgets were checked before anything was bought"
         hot = tuple(self._hot(draft, bought, layer) for layer in draft.span.layers)
         ring = tuple(
@@ -177,35 +204,8 @@ class Placer:
 
     # The split
 
-    def _auto_spans(self) -> tuple[Span, ...]:
-        """The split that misses least memory; among those, the one whose slowest stage is fastest.
-
-        best[stop] is the best way to put layers [0, stop) on the devices so far. Each rank is a sum or a maximum over
-        the stages, so the best way to a longer piece goes through a best way to a shorter one.
-        """
-        layers, devices = self.spec.layers, len(self.machine.devices)
-        best: dict[int, tuple[tuple[float, float, float], tuple[Span, ...]]] = {0: ((0, 0, 0), ())}
-        for i in range(devices):
-            to_come = devices - 1 - i
-            stops = range(i + 1, layers - to_come + 1) if to_come else (layers,)
-            best = {
-                stop: min(
-                    (
-                        (self._join(rank, i, Span(start, stop)), (*spans, Span(start, stop)))
-                        for start, (rank, spans) in best.items()
-                        if start < stop
-                    ),
-                    key=lambda way: way[0],
-                )
-                for stop in stops
-            }
-        return best[layers][1]
-
-    def _join(self, rank: tuple[float, float, float], index: int, span: Span) -> tuple[float, float, float]:
-        missing, cold, slowest = rank
-        stage_missing, stage_cold = self._shortfall(index, span)
-        stage_time = len(span) / self.machine.devices[index].speed
-        return missing + stage_missing, cold + stage_cold, max(slowest, stage_time)
+    def _best_spans(self, cost: Callable[[int, Span], tuple[int, int]]) -> tuple[Span, ...]:
+        return best_spans(self.spec.layers, [device.speed for device in self.machine.devices], cost)
 
     def _shortfall(self, index: int, span: Span) -> tuple[int, int]:
         """Bytes missing to run at all, and to keep every expert hot beside the target pool."""
@@ -216,7 +216,82 @@ class Placer:
         needed = self.least * page + (weights.experts if device.is_cpu else staging)
         return max(0, needed - room), max(0, self.target * page + weights.experts - room)
 
+    def _ram_cost(self, index: int, span: Span) -> tuple[int, int]:
+        """Bytes missing to run at all, and RAM that the stage takes with the smallest pool."""
+        missing, _ = self._shortfall(index, span)
+        if missing:
+            return missing, 0
+        return 0, self._ram_needed([self._stage(self._draft(index, span), self.least)], self.least)
+
     # The host
+
+    def _stages(self, spans: tuple[Span, ...]) -> list[StagePlan] | None:
+        """With the pools that RAM has room for; None where even the smallest do not fit.
+
+        One sequence at the context limit comes first, then snapshots, then pages for more sequences.
+        """
+        drafts, full = self.drafts(spans), self.wishes.full_pages
+        if any(draft.device.budget < draft.least_budget for draft in drafts):
+            return None
+        bought = [None if draft.device.host else self._stage(draft, full) for draft in drafts]
+
+        def stages(ceiling: int) -> list[StagePlan]:
+            return [stage or self._stage(draft, ceiling) for stage, draft in zip(bought, drafts, strict=True)]
+
+        def left(ceiling: int) -> int:
+            return self.machine.ram - self._ram_needed(stages(ceiling), ceiling)
+
+        if left(self.least) < 0:
+            return None
+        if all(bought):
+            return stages(full)
+        apart = max(0, min(self.apart(self.machine.ram), left(max(self.least, pages_for(self.wishes.context)))))
+        return stages(_largest(self.least, full, lambda ceiling: left(ceiling) >= apart))
+
+    def apart(self, ram: int) -> int:
+        """RAM that is wanted for captures and snapshots before further pages."""
+        gpus = sum(pins_ram(device) for device in self.machine.devices)
+        return self.wishes.cache_ram + stock_bytes(ram, gpus, ram)
+
+    def _ram_needed(self, stages: list[StagePlan], pages: int) -> int:
+        """With so many pages for all sequences together, or those of one sequence where that is more."""
+        items = sum(item.bytes for item in self._host_items(stages))
+        return items + _evicted_bytes(stages, max(pages, pages_for(self.wishes.context)))
+
+    def _with_ram(self, ram: int) -> Placer:
+        """The same with another amount of RAM, for the devices that are all of it too."""
+        devices = tuple(
+            replace(device, budget=ram) if self.is_ram(device) else device for device in self.machine.devices
+        )
+        return self.on(Machine(devices, ram))
+
+    def on(self, machine: Machine) -> Placer:
+        """The same wishes on another machine."""
+        return Placer(machine, self.spec, self.sizes, self.wishes)
+
+    def is_ram(self, device: Device) -> bool:
+        """Whether it has no budget of its own: it may have all of the RAM."""
+        return device.host and device.budget == self.machine.ram
+
+    def least_ram(self, spans: tuple[Span, ...], pages: int) -> int:
+        """The least RAM for such stages with so many pages in it."""
+        needed, margins = self._ram_beside_margins(spans, pages)
+        return smallest_budget(needed, margins)
+
+    def ample_ram(self, spans: tuple[Span, ...], pages: int) -> int:
+        """The least RAM with which the plan gives them so many pages: beside the captures and snapshots it wants."""
+        needed, margins = self._ram_beside_margins(spans, pages)
+        ram = needed
+        while (enough := smallest_budget(needed + self.apart(ram), margins)) > ram:
+            ram = enough
+        return ram
+
+    def _ram_beside_margins(self, spans: tuple[Span, ...], pages: int) -> tuple[int, int]:
+        """Bytes, and the number of margins that come on top of them."""
+        roomy = self._with_ram(ENDLESS)
+        stages = [roomy._stage(draft, pages) for draft in roomy.drafts(spans)]
+        margins = sum(self.is_ram(device) for device in self.machine.devices)
+        return roomy._ram_needed(stages, pages) - margins * margin(ENDLESS), margins
 
     def _with_host(self, stages: list[StagePlan]) -> Plan:
         items = self._host_items(stages)
@@ -225,13 +300,12 @@ class Placer:
         if chooses_by_keys(self.wishes):
             full = min(full, max(KEYED_PAGES, *(stage.pool_pages for stage in stages)))
         least = _evicted_bytes(stages, longest)
-        if left < least:
-            _refuse_ram(self.machine.ram, items, least, stages, left)
+        assert left >= least, f"RAM was checked, and now {left} bytes are less than {least}"
         gpus = sum(pins_ram(stage.device) for stage in stages)
         stock = stock_bytes(self.machine.ram, gpus, left - least)
         items.append(Item("pinned stock", stock))
         left -= stock
-        snapshots = min(self.wishes.cache_ram, left - least)  # one long sequence comes first, several come after
+        snapshots = min(self.wishes.cache_ram, left - least)
         live = _most_pages(stages, left - snapshots, longest, full)
         slabs = stock // SLAB // max(1, gpus)
         placed = tuple(
@@ -264,6 +338,43 @@ class Placer:
             Item("pinned staging", gpus * STAGING_SLABS * SLAB),
         ]
 
+    # What cannot be
+
+    def _refuse(self, spans: tuple[Span, ...]) -> NoReturn:
+        drafts = self.drafts(spans)
+        short = [
+            draft for draft in drafts if draft.device.budget < draft.least_budget and not self.is_ram(draft.device)
+        ]
+        said = [_describe_missing(draft) for draft in short] or [self._describe_ram(spans)]
+        said += [told for draft in short or drafts for told in self.expansion(draft.device, draft.span)]
+        raise DoesNotFit("; ".join(said))
+
+    def _describe_ram(self, spans: tuple[Span, ...]) -> str:
+        ram, needed = self.machine.ram, self.least_ram(spans, self.least)
+        enough = self._with_ram(needed)
+        stages = [enough._stage(draft, self.least) for draft in enough.drafts(spans)]
+        evicted = Item("evicted KV of one sequence", _evicted_bytes(stages, pages_for(self.wishes.context)))
+        items = [*self._host_items(stages), evicted]
+        parts = ", ".join(f"{item.name} {gib(item.bytes)}" for item in items if item.bytes)
+        told = f"RAM of {gib(ram)} is too small, at least {at_least(needed)} ({needed} bytes) are needed: {parts}"
+        left = ram - (needed - evicted.bytes)  # the margin of less RAM is smaller, so at least as much
+        if left >= 0:
+            pool = min(stage.pool_pages for stage in stages)
+            longest = _most_pages(stages, left, pool, max(pool, pages_for(LONGEST_CONTEXT))) * PAGE
+            told += f"; this RAM is enough for a context of {longest:,}"
+        return told
+
+    def expansion(self, device: Device, span: Span) -> Iterator[str]:
+        """A CPU keeps no quantised weights."""
+        first, last = span.start == 0, span.stop == self.spec.layers
+        here, kept = (
+            weight_bytes(sizes, Weigher(self.spec, sizes).weigh(span), first, last)
+            for sizes in (self.sizes.on(device), self.sizes)
+        )
+        if here != kept:
+            dtype = {2: "bfloat16", 4: "float32"}[self.wishes.compute_bytes]
+            yield f"{device.name}: weights become {dtype} on a CPU, {gib(here)} instead of {gib(kept)} on a GPU"
+
 
 def moved_bytes(plan: Plan, sizes: Sizes, index: int, device: Device) -> int:
     """What a stage of the plan needs on another device, with the same pool; on a GPU its cold experts stay cold."""
@@ -274,6 +385,14 @@ def moved_bytes(plan: Plan, sizes: Sizes, index: int, device: Device) -> int:
     planned = sum(map(stage.bytes_of, ("hot experts", "expert staging", "spare ring")))
     experts = planned if stage.cold and not device.is_cpu else weights.experts
     return smallest_budget(fixed + experts + stage.pool_pages * stage.page_bytes)
+
+
+def _within_ram(machine: Machine) -> Machine:
+    """No device that lives in RAM has more than there is."""
+    devices = (
+        replace(device, budget=min(device.budget, machine.ram)) if device.host else device for device in machine.devices
+    )
+    return replace(machine, devices=tuple(devices))
 
 
 def _pool_sizes(wishes: Wishes) -> tuple[int, int, int]:
@@ -291,20 +410,13 @@ def _pool_sizes(wishes: Wishes) -> tuple[int, int, int]:
     return least, min(full, max(least, POOL_TARGET)), full
 
 
-def _check_budgets(drafts: list[Draft]) -> None:
-    short = [draft for draft in drafts if draft.device.budget < draft.least_budget]
-    if not short:
-        return
-    raise DoesNotFit("; ".join(_describe_missing(draft) for draft in short))
-
-
 def _describe_missing(draft: Draft) -> str:
     device, least = draft.device, draft.least_budget
     pool = Item(f"KV pool of {draft.shelf.least * PAGE:,} tokens", draft.shelf.least * draft.shelf.page_bytes)
     largest = sorted((*draft.fixed, pool), key=lambda item: -item.bytes)[:4]
     parts = ", ".join(f"{item.name} {gib(item.bytes)}" for item in largest if item.bytes)
     return (
-        f"{device.name} has a budget of {gib(device.budget)}, layers {draft.span} need at least {gib(least)} "
+        f"{device.name} has a budget of {gib(device.budget)}, layers {draft.span} need at least {at_least(least)} "
         f"({least} bytes), {gib(least - device.budget)} more; the largest parts: {parts}"
     )
 
@@ -316,22 +428,15 @@ def _evicted_bytes(stages: list[StagePlan], pages: int) -> int:
 
 def _most_pages(stages: list[StagePlan], left: int, low: int, high: int) -> int:
     """The most pages in [low, high] whose evicted part fits; low is known to."""
+    return _largest(low, high, lambda pages: _evicted_bytes(stages, pages) <= left)
+
+
+def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number in [low, high] that fits; low is known to, and whatever is smaller than one that does."""
     while low < high:
         middle = (low + high + 1) // 2
-        if _evicted_bytes(stages, middle) <= left:
+        if fits(middle):
             low = middle
         else:
             high = middle - 1
     return low
-
-
-def _refuse_ram(ram: int, items: list[Item], least: int, stages: list[StagePlan], left: int) -> None:
-    needed = sum(item.bytes for item in items) + least
-    named = [*items, Item("evicted KV of one sequence", least)]
-    parts = ", ".join(f"{item.name} {gib(item.bytes)}" for item in named if item.bytes)
-    message = f"RAM of {gib(ram)} is too small, at least {gib(needed)} ({needed} bytes) are needed: {parts}"
-    if left >= 0:
-        pool = min(stage.pool_pages for stage in stages)
-        longest = _most_pages(stages, left, pool, max(pool, pages_for(1 << 20))) * PAGE
-        message += f"; this RAM is enough for a context of {longest:,}"
-    raise DoesNotFit(message)

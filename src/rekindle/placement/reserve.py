@@ -26,7 +26,7 @@ F16, F32 = 2, 4
 RUNTIME = 256 * MIB  # driver context, loaded kernels, library workspaces of a GPU
 MARGIN_PART = 32  # the margin is this part of the budget …
 MARGIN_MOST = 512 * MIB  # … and never more than this
-EXPANDED = 1 << 28  # weights that are values at one time, as in the kernels: what is larger is expanded in slabs
+EXPANDED = 1 << 28  # weights that are values at one time, as in the kernels, which expand more in slices of rows
 IN_FLIGHT = 2  # captures whose copies to the host are under way
 CAPTURED_PAGES = 64  # pages that captures set apart on a GPU until they are copied; a restore passes through as much
 SLAB = 16 * MIB  # a piece of pinned RAM
@@ -79,9 +79,9 @@ class Weigher:
         return SpanWeights(*(sums[span.stop] - sums[span.start] for sums in self._sums))
 
 
-def weight_bytes(sizes: Sizes, weights: SpanWeights, last: bool) -> int:
-    """Of a stage, without the embedding."""
-    outer = sizes.norms + sizes.head if last else 0
+def weight_bytes(sizes: Sizes, weights: SpanWeights, first: bool, last: bool) -> int:
+    """Of a stage, with the embedding wherever it lies."""
+    outer = (sizes.embedding if first else 0) + (sizes.norms + sizes.head if last else 0)
     return weights.mixers + weights.dense + weights.shared + weights.experts + outer
 
 
@@ -125,13 +125,11 @@ def margin(budget: int) -> int:
     return min(budget // MARGIN_PART, MARGIN_MOST)
 
 
-def smallest_budget(needed: int) -> int:
-    """The least budget that leaves `needed` bytes beside its margin."""
-    budget = needed + min(needed // (MARGIN_PART - 1), MARGIN_MOST)
-    while budget - margin(budget) < needed:
-        budget += 1
-    while budget > 1 and budget - 1 - margin(budget - 1) >= needed:
-        budget -= 1
+def smallest_budget(needed: int, margins: int = 1) -> int:
+    """The least budget that leaves `needed` bytes beside its margin; RAM has one for each device that is all of it."""
+    budget = needed
+    while (enough := needed + margins * margin(budget)) > budget:
+        budget = enough
     return budget
 
 

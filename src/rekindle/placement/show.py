@@ -56,16 +56,18 @@ LEGEND: tuple[tuple[str, str, frozenset[str]], ...] = (
     ),
     ("M", "runtime and margin", frozenset({"kernels and runtime", "margin"})),
 )
+BESIDE = "B"  # what else lies in the RAM that a stage lives in
 LEFT = "·"
 TIE = "\N{NO-BREAK SPACE}"
 
 
-def show_plan(plan: Plan, width: int = WIDTH) -> str:
+def show_plan(plan: Plan, width: int = WIDTH, ram_note: str = "") -> str:
     """Table, picture, reasons and alternatives, in lines of at most `width` characters."""
     wishes = plan.wishes
     head = (
         f"{plan.spec.name}: {wishes.sequences} × {wishes.context:,} tokens, {wishes.kv_type} KV, "
         f"{wishes.kv_mode} mode, RAM {gib(plan.machine.ram)}"
+        f"{f' ({ram_note})' if ram_note else ''}"
     )
     blocks = [_folded(head, width), *_table(plan, width), _picture(plan, width)]
     if plan.reasons:
@@ -88,7 +90,8 @@ def _table(plan: Plan, width: int) -> list[str]:
     rows = [["layers", *(str(stage.span) for stage in plan.stages), ""]]
     rows += [_item_row(name, plan) for name in _names(plan)]
     rows.append(["total", *(gib(stage.total) for stage in plan.stages), gib(plan.host_total)])
-    rows.append(["left", *(gib(stage.left) for stage in plan.stages), gib(plan.host_left)])
+    lefts = ("" if stage.device.host else gib(stage.left) for stage in plan.stages)  # RAM is shown once, for all
+    rows.append(["left", *lefts, gib(plan.host_left)])
     rows.append(["experts hot / cold", *(f"{s.hot_count:,} / {s.cold:,}" for s in plan.stages), ""])
     rows.append(["KV tokens", *(f"{s.pool_tokens:,}" for s in plan.stages), f"{_host_tokens(plan):,}"])
     return _align([header, *rows], width)
@@ -131,8 +134,10 @@ def _picture(plan: Plan, width: int) -> str:
     bars = []
     for stage in plan.stages:
         name, size = _labels(stage)
-        bars.append(f"{name.ljust(max(names))} [{bar(stage, cells)}] {size}")
+        bars.append(f"{name.ljust(max(names))} [{bar(stage, plan.left_of(stage), cells)}] {size}")
     kinds = [*(f"{letter} {words}" for letter, words, _ in LEGEND), f"{LEFT} left"]
+    if any(stage.device.host for stage in plan.stages):
+        kinds.insert(-1, f"{BESIDE} others in RAM")
     legend = ", ".join(kind.replace(" ", TIE) for kind in kinds)
     return "\n".join([*bars, _folded(legend, width, max(names) + 2).replace(TIE, " ")])
 
@@ -142,7 +147,7 @@ def _labels(stage: StagePlan) -> tuple[str, str]:
     return stage.device.name, gib(stage.device.budget)
 
 
-def bar(stage: StagePlan, length: int = BAR) -> str:
+def bar(stage: StagePlan, left: int, length: int = BAR) -> str:
     """So many characters; each cell goes to whoever holds the byte in its middle."""
     edges: list[tuple[int, str]] = []
     filled = 0
@@ -150,6 +155,7 @@ def bar(stage: StagePlan, length: int = BAR) -> str:
         filled += sum(item.bytes for item in stage.items if item.name in names)
         edges.append((filled, letter))
     assert filled == stage.total, f"the legend names {filled} bytes of {stage.total}"
+    edges.append((stage.device.budget - left, BESIDE))
     cells = []
     for cell in range(length):
         middle = (2 * cell + 1) * stage.device.budget // (2 * length)
@@ -169,7 +175,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "cold_experts": plan.cold,
         "pool_is_on": plan.pool_is_on,
         "live_tokens": plan.live_pages * PAGE,
-        "stages": [_stage_as_json(stage) for stage in plan.stages],
+        "stages": [_stage_as_json(stage, plan.left_of(stage)) for stage in plan.stages],
         "host": {
             "ram": plan.machine.ram,
             "items": _items_as_json(plan.host_items),
@@ -181,7 +187,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _stage_as_json(stage: StagePlan) -> dict[str, Any]:
+def _stage_as_json(stage: StagePlan, left: int) -> dict[str, Any]:
     return {
         "device": stage.device.name,
         "kind": stage.device.kind,
@@ -189,7 +195,7 @@ def _stage_as_json(stage: StagePlan) -> dict[str, Any]:
         "span": [stage.span.start, stage.span.stop],
         "items": _items_as_json(stage.items),
         "total": stage.total,
-        "left": stage.left,
+        "left": left,
         "slots": stage.slots,
         "pool_pages": stage.pool_pages,
         "full_pages": stage.full_pages,

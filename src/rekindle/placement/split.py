@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rekindle.errors import BadConfig
 from rekindle.spec import Span
@@ -52,6 +52,35 @@ def spans_from_wish(split: Sequence[float], devices: int, layers: int) -> tuple[
         raise BadConfig(f"the split {_join(split)} names {len(split)} devices, the machine has {devices}")
     counts = [part for part in split if isinstance(part, int)]
     return spans_from_counts(layers, counts) if len(counts) == len(split) else split_layers(layers, split)
+
+
+def best_spans(layers: int, speeds: Sequence[float], cost: Callable[[int, Span], tuple[int, int]]) -> tuple[Span, ...]:
+    """One span per device: the least sum of first costs, then of second ones; then the fastest slowest stage.
+
+    best[stop] is the best way to put layers [0, stop) on the devices so far. Each rank is a sum or a maximum over
+    the stages, so the best way to a longer piece goes through a best way to a shorter one.
+    """
+    best: dict[int, tuple[tuple[int, int, float], tuple[Span, ...]]] = {0: ((0, 0, 0.0), ())}
+    for i, speed in enumerate(speeds):
+
+        def join(rank: tuple[int, int, float], span: Span, i: int = i, speed: float = speed) -> tuple[int, int, float]:
+            first, second = cost(i, span)
+            return rank[0] + first, rank[1] + second, max(rank[2], len(span) / speed)
+
+        to_come = len(speeds) - 1 - i
+        stops = range(i + 1, layers - to_come + 1) if to_come else (layers,)
+        best = {
+            stop: min(
+                (
+                    (join(rank, Span(start, stop)), (*spans, Span(start, stop)))
+                    for start, (rank, spans) in best.items()
+                    if start < stop
+                ),
+                key=lambda way: way[0],
+            )
+            for stop in stops
+        }
+    return best[layers][1]
 
 
 def parse_split(text: str, devices: int, layers: int) -> tuple[float, ...] | None:

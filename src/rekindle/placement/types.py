@@ -147,7 +147,7 @@ class Wishes:
         return self.sequences * pages_for(self.context)
 
     @property
-    def doubles_pool(self) -> bool:
+    def power_of_two_pool(self) -> bool:
         """What a sparse run leaves out depends on its pool, and so do its snapshots: the next start needs the same."""
         return self.kv_mode == "sparse" and self.pool is None
 
@@ -260,6 +260,10 @@ class Plan:
     def host_left(self) -> int:
         """RAM for the rest of the machine."""
         return self.machine.ram - self.host_total
+
+    def left_of(self, stage: StagePlan) -> int:
+        """What its device has left; of one that lives in RAM others have taken a part."""
+        return min(stage.left, self.host_left) if stage.device.host else stage.left
 
 
 def pages_for(tokens: int) -> int:

@@ -12,6 +12,12 @@ def gib(size: int) -> str:
     return f"{size / 1024:.1f} KiB"
 
 
+def at_least(size: int) -> str:
+    """As `gib`, never less than the size: what is read back as a budget is enough."""
+    unit, name, digits = (1 << 30, "GiB", 100) if size >= 1 << 30 else (1 << 20, "MiB", 10)
+    return f"{-(-size * digits // unit) / digits:.{len(str(digits)) - 1}f} {name}"
+
+
 def plural(count: int, noun: str) -> str:
     """'1 expert', '2,048 experts'."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -60,7 +60,9 @@ def strangers(directory: Path, store: DiskStore, about: About) -> list[Strangers
 def _difference(there: About, here: About) -> str:
     if not there:
         return f"nothing in their folder says which; here {told(here)}"
-    return ", ".join(f"{name} {there.get(name)} (here {here[name]})" for name in here if there.get(name) != here[name])
+    names = [name for name in {**here, **there} if there.get(name) != here.get(name)]
+    known = ", ".join(f"{name} {there.get(name, 'none')} (here {here.get(name, 'none')})" for name in names)
+    return known or "made by another version of Rekindle"
 
 
 def told(about: About) -> str:

@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -57,13 +58,14 @@ class Pruned:
 def list_snapshots(directory: Path) -> list[SnapshotInfo]:
     """Every readable snapshot of every model, most recently used first. Changes nothing, takes no lock."""
     found = []
+    about = cache(read_about)
     for listed, path in _manifests(directory):
         status = path.stat()
         found.append(
             SnapshotInfo(
                 id=listed.id,
                 fingerprint=listed.fingerprint,
-                about=read_about(path.parent.parent),
+                about=about(path.parent.parent),
                 position=listed.position,
                 kind=listed.kind,
                 conversation=listed.conversation,

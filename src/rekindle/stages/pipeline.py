@@ -23,7 +23,7 @@ from rekindle.errors import RekindleError, StageLost
 from rekindle.snapshots.types import Part
 from rekindle.spec import Span
 from rekindle.stages.lines import Step, line_for
-from rekindle.stages.types import Ahead, Local, PageCount, Recoverable, Stage, StageOutput, TwoPhaseRestore
+from rekindle.stages.types import Ahead, InProcess, PageCount, Recoverable, Stage, StageOutput, TwoPhaseRestore
 
 T = TypeVar("T")
 
@@ -53,15 +53,19 @@ class Pipeline:
         """How the stages of this process have worked, all together."""
         counts = Counter[str]()
         for stage in self.stages:
-            if isinstance(stage, Local):
+            if isinstance(stage, InProcess):
                 counts.update(stage.work())
         return counts
 
     def settle(self) -> None:
-        """Raises what the stages of this process have found out about their last forwards."""
-        for stage in self.stages:
-            if isinstance(stage, Local):
-                stage.settle()
+        """Behind all that is in line: each stage of this process finishes its expert swaps, and what it has found out
+        about its last forwards is raised."""
+        self._on_all(_settle)
+
+    @property
+    def elsewhere(self) -> list[str]:
+        """The stages outside this process, which cannot be asked what went wrong."""
+        return [f"layers {stage.span}" for stage in self.stages if not isinstance(stage, InProcess)]
 
     @property
     def run_ahead(self) -> int:
@@ -163,6 +167,11 @@ class Pipeline:
     def _on_all(self, verb: Callable[[Stage], None]) -> None:
         for future in self._post_all(verb):
             future.result()
+
+
+def _settle(stage: Stage) -> None:
+    if isinstance(stage, InProcess):
+        stage.settle()
 
 
 def _close(stage: Stage, slot: int) -> None:

@@ -42,7 +42,7 @@ class PageCount:
 
 
 @runtime_checkable
-class Local(Protocol):
+class InProcess(Protocol):
     """A stage of this process, which says how it has worked and what went wrong."""
 
     def work(self) -> Counter[str]:
@@ -50,7 +50,8 @@ class Local(Protocol):
         ...
 
     def settle(self) -> None:
-        """Between forwards: raises what has become known of the last ones, such as CPU threads that are lost."""
+        """Between forwards: finishes the expert swaps under way, and raises what has become known of the last forwards,
+        such as CPU threads that are lost."""
         ...
 
 
