@@ -20,7 +20,7 @@ from rekindle.experts import triton as kernels
 from rekindle.experts.cost import CostModel
 from rekindle.experts.counts import LayerCounter, RoutingCounts
 from rekindle.experts.expert_set import ExpertSet, Way
-from rekindle.experts.helper import Helper
+from rekindle.experts.helper import Helper, LayerHelper
 from rekindle.experts.memory import HostMemory
 from rekindle.experts.packed import PackedWeights
 from rekindle.experts.probe import best_split, measure_takes
@@ -186,6 +186,7 @@ def test_a_row_asks_in_the_launch_that_chooses_its_experts(layer: Layer, helper:
         want = torch.zeros(1, HIDDEN)
         apart.helper.collect(want)
         asked.append(int(helper.count))
+        helper.count.fill_(99)  # what an earlier layer left
         found = kernels.route_row(
             h, layer.router, USED, fast.residency, fast.counter.tally, together.places, together.helper.mailbox
         )
@@ -241,6 +242,23 @@ def test_one_expert_more_on_the_cpu_must_gain_something() -> None:
     assert best_split([100, 99, 98, 97, 96.5]) == 0
     assert best_split([100, 94, 92, 60, 58]) == 3
     assert best_split([100, 120, 90]) == 2
+
+
+def test_cpu_threads_that_do_not_answer_when_measured_are_not_asked_again(
+    layer: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one vain wait they look quick: nobody waits for them any more."""
+
+    def measure(weights: object, helper: LayerHelper, x: Tensor) -> list[int]:
+        helper.helper.lost[0] = 1
+        return ALL
+
+    monkeypatch.setattr(routed, "measure_takes", measure)
+    plan = SpanExperts([[0], [0]], [4, 4], RoutingCounts(2, EXPERTS))
+    for _ in range(2):
+        weights = layer.cold([0], 4)[1]
+        plan.bring_helper(weights, USED, WIDTH, drawn(1, 0))
+        assert weights.helper is None
 
 
 @pytest.mark.parametrize(("takes", "ring"), [([0, 0, 1, 1, 2], 4), (NONE, 4), ([0, 0], 1)])

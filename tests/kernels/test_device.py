@@ -14,6 +14,7 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The functions that asked for a division of their own."""
     found: list[int] = []
     monkeypatch.setattr(device, "_divide", found.append)
+    monkeypatch.setattr(device, "_is_here_roomy", lambda: True)
     return found
 
 

@@ -86,9 +86,16 @@ class _Splits:
     def _recorded(self) -> Callable[[], None]:
         """Launches that Python sends one by one would wait for it."""
         self._turns()  # compiled before
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another stage may be at work
-            self._turns()
+        # Not `torch.cuda.graph`: its stream lies on whichever device recorded first.
+        device, graph = self._x.device, torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="thread_local")  # another stage may be at work
+            try:
+                self._turns()
+            finally:
+                graph.capture_end()
         return graph.replay
 
 

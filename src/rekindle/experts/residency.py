@@ -24,8 +24,8 @@ class Residency:
         self.table[torch.tensor(self.hot, dtype=torch.long)] = torch.arange(len(hot), dtype=torch.int32)
         self.table = self.table.to(device)
         self.owner = torch.full((ring,), -1, dtype=torch.int32, device=device)  # ring slot -> expert or -1
-        self.used_at = torch.zeros(ring, dtype=torch.int32, device=device)  # step of the last use
-        self.step = torch.zeros(1, dtype=torch.int32, device=device)
+        self.used_at = torch.zeros(ring, dtype=torch.int64, device=device)  # step of the last use
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)  # 32 bits would be full after a month
 
     @property
     def slots(self) -> int:

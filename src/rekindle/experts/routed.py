@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from rekindle.experts.stored import StoredExperts, stored_experts
 from rekindle.kernels.matmul import Matrix, make_matrix, stays_quantised
 from rekindle.kernels.moe import ExpertStack, SharedExpert, make_stack, moe, route
 from rekindle.weights import WeightFile
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +99,14 @@ class SpanExperts:
         if weights.helper is None:
             return False
         takes = measure_takes(weights, weights.helper, x)
-        helper.takes.copy_(torch.tensor(takes))
+        if helper.lost[0]:  # whoever does not answer looks quick
+            log.warning("cold experts come over the link alone: the CPU threads did not answer")
+            takes = [0]
         if not any(takes):
             weights.helper = None
-        return any(takes)
+            return False
+        helper.takes.copy_(torch.tensor(takes))
+        return True
 
 
 def load_routed_ffn(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Mail = tuple[Tensor | int, ...]  # `LayerHelper.mailbox`
 PIECE = 4096  # 32-bit words one program copies
 X_AT_ONCE = tl.constexpr(1024)  # values of x that go to the mailbox at once
+NEVER = tl.constexpr(1 << 62)  # a step that does not come
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _admit(  # type: ignore[no-untyped-def]
     now = tl.load(step) + 1
     slot = tl.load(table + id, live, other=0)
     owned = tl.load(owner + s, s < ring, other=-1)
-    age = tl.load(used_at + s, s < ring, other=2147483647)
+    age = tl.load(used_at + s, s < ring, other=NEVER)
     tl.atomic_add(tally + id, 1, live, sem="relaxed")
     before = (id[None, :] == id[:, None]) & (p[None, :] < p[:, None])
     missing = live & (slot < 0) & (tl.sum(before.to(tl.int32), 1) == 0)
@@ -57,7 +58,7 @@ def _admit(  # type: ignore[no-untyped-def]
     arriving = tl.full([R], -1, tl.int32)
     brought = tl.zeros([P], tl.int1)
     for n in range(0, count - left):
-        at = (tl.min((age.to(tl.int64) << 32) | s.to(tl.int64), 0) & 0xFFFFFFFF).to(tl.int32)  # the oldest
+        at = tl.min(tl.where(age == tl.min(age, 0), s, R), 0)  # the oldest, the first of several
         expert = tl.sum(tl.where(comes & (turn == n), id, 0), 0)
         leaves = tl.sum(tl.where(s == at, owned, 0), 0)
         if leaves >= 0:

@@ -234,7 +234,7 @@ def _up_tile(
 
 
 @triton.jit
-def _up_pairs_kernel(
+def _up_rows_kernel(
     h, ids, inner, share, scale, rows, nought,
     codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
     s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales, s_up_supers,
@@ -276,7 +276,7 @@ def _up_pairs_kernel(
 
 
 @triton.jit
-def _down_pairs_kernel(
+def _down_rows_kernel(
     inner, ids, weights, share, residual, out, rows, nought,
     codes, high, scales, supers, s_codes, s_high, s_scales, s_supers,
     USED: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
@@ -334,14 +334,14 @@ def by_pair(
     share = torch.empty(rows, dtype=torch.float32, device=h.device)
     up_warps, down_warps = _warps(up_tile, hidden), _warps(down_tile, used * width)
     half, blocks = up_tile.rows // 2, 32 * up_warps
-    _up_pairs_kernel[(triton.cdiv(width, half), places, rows)](
+    _up_rows_kernel[(triton.cdiv(width, half), places, rows)](
         h.contiguous(), ids, inner, share, scale, width, 0, *planes_of(gate), *planes_of(up), *planes_of(s_gate),
         *planes_of(s_up), USED=used, SHARED=shared is not None, COLUMNS=hidden, TYPE=gate.type, S_TYPE=s_gate.type,
         BN=half, BB=blocks, MASKED=hidden % (32 * blocks) != 0, num_warps=up_warps, **starting_early(h.device),
     )  # fmt: skip
     out = torch.empty(rows, hidden, dtype=h.dtype if residual is None else residual.dtype, device=h.device)
     blocks = 32 * down_warps
-    _down_pairs_kernel[(triton.cdiv(hidden, down_tile.rows), rows)](
+    _down_rows_kernel[(triton.cdiv(hidden, down_tile.rows), rows)](
         inner, ids, weights, share, out if residual is None else residual, out, hidden, 0,
         *planes_of(down), *planes_of(s_down),
         USED=used, SHARED=shared is not None, COLUMNS=width, TYPE=down.type, S_TYPE=s_down.type, BN=down_tile.rows,
