@@ -33,12 +33,13 @@ def test_the_metrics_tell_tiers_misses_evictions_saves_bad_files_and_audits(fres
 def test_every_finished_request_leaves_one_line_in_the_log(fresh_house: Any, caplog: pytest.LogCaptureFixture) -> None:
     house = fresh_house()
     with caplog.at_level(logging.INFO, "rekindle.api"):
-        house.client().completions.create(model="m", prompt="say(abcd)")
+        answer = house.client().completions.create(model="m", prompt="say(abcd)")
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
     (finished,) = house.engine.finished.values()
     assert len(lines) == 1
     cache = finished.cache
     for part in (
+        f"request {answer.id.removeprefix('cmpl-')[:8]} ",
         f"{finished.prompt_tokens} prompt tokens",
         f"restored {cache.restored_ram} from RAM and {cache.restored_disk} from disk",
         f"computed {cache.computed}",

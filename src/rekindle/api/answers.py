@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,7 +24,7 @@ class Answerer:
         self._dialect = dialect
         self._generation = generation
         self._patience = settings.heartbeat_seconds
-        self._id = dialect.id_prefix + uuid.uuid4().hex
+        self._id = dialect.id_prefix + generation.choices[0].request_id  # the log names the same
         self._created = int(time.time())
         self._model = body.model or settings.models[0]
         self._fingerprint = settings.system_fingerprint
