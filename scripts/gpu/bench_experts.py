@@ -473,6 +473,9 @@ def main() -> None:
     parser.add_argument("--hot", default="all;half;half, large ring;none", help="placements of the model, all first")
     parser.add_argument("--brief", action="store_true", help="only the whole model, as measured at load")
     options = parser.parse_args()
+    placements = options.hot.split(";")
+    if placements[0] != "all" or not set(placements) <= set(HOT):
+        parser.error(f'--hot {options.hot}: "all" comes first, the rest is compared to it; known: {"; ".join(HOT)}')
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     left_out: list[str] = []
 
@@ -496,7 +499,7 @@ def main() -> None:
         say("the model is written")
     rows: list[dict[str, Any]] = []
     try:
-        fine = whole_model(path, options.hot.split(";"), options.brief, late, rows) and fine
+        fine = whole_model(path, placements, options.brief, late, rows) and fine
     finally:
         report(rows)
         say(f"checks {'passed' if fine else 'FAILED'}; left out: {', '.join(left_out) or 'nothing'}")
