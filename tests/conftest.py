@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from rekindle.kernels.moe.crew import Mailbox
 from rekindle.models import load_span
 from rekindle.spec import Span
 from rekindle.stages import LocalStage
@@ -37,6 +40,7 @@ COMMON: dict[str, Any] = dict(
         mrope_interleaved=True,
     ),
 )
+AskCrew = Callable[[Mailbox, Tensor, Tensor, Sequence[int], Sequence[float]], Tensor]
 DENSE: dict[str, Any] = dict(intermediate_size=96)
 MOE: dict[str, Any] = dict(
     moe_intermediate_size=32, num_experts=8, shared_expert_intermediate_size=32, num_experts_per_tok=2
@@ -47,6 +51,26 @@ MOE: dict[str, Any] = dict(
 def _one_thread() -> None:
     """Two test processes share two cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ask_crew() -> AskCrew:
+    """What the device does with the mailbox of CPU threads: fill it, raise `asked`, wait for `done`. For one row."""
+
+    def ask(box: Mailbox, layer: Tensor, x: Tensor, places: Sequence[int], weights: Sequence[float]) -> Tensor:
+        count = len(places)
+        box.x[0].copy_(x)
+        box.place[:count], box.row[:count] = torch.tensor(places, dtype=torch.int32), 0
+        box.weight[:count] = torch.tensor(weights, dtype=torch.float32)
+        box.head.copy_(torch.tensor([layer.data_ptr(), count, 1]))
+        box.asked += 1
+        done, until = box.done.numpy(), time.monotonic() + 20
+        while done[0] != box.asked[0]:
+            assert time.monotonic() < until, "the threads did not answer"
+            os.sched_yield()
+        return box.out[0].clone()
+
+    return ask
 
 
 @pytest.fixture(scope="session")

@@ -30,8 +30,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.synth import write_synthetic
@@ -194,19 +196,19 @@ def links(layer: OneLayer) -> None:
     if helper is None:
         say("the CPU takes no share: nothing gained, or no compiler")
         return
-    crew = helper.helper.crew
-    x = torch.randn(HIDDEN)
+    x, total = torch.randn(1, HIDDEN, device="cuda"), torch.zeros(1, HIDDEN, device="cuda")
     for count in (1, 4, 8):
-        best = 1e9
-        for turn in range(20):  # other experts each time, so that no cache has them
-            places = [(turn * count + i) % EXPERTS for i in range(count)]
-            crew.prepare(helper.layer, x, places, [1.0] * count)
-            begin = time.perf_counter()
-            crew.ask()
-            best = min(best, time.perf_counter() - begin)
-        speed = count * weights.expert_bytes / best
-        say(f"CPU, {crew.threads} threads, {count} experts: {best * 1e6:.0f} µs, {speed / 1e9:.1f} GB/s")
-    helper.helper.continue_from_host()
+        slots, even = torch.full((1, count), -1, dtype=torch.int32, device="cuda"), torch.ones(1, count, device="cuda")
+        turns = cycle(weights.at_place.split(count)[: weights.cold // count])  # others each time: no cache has them
+
+        def ask(slots: Tensor = slots, even: Tensor = even, turns: Iterator[Tensor] = turns) -> None:
+            helper.ask(x, next(turns)[None], slots.clone(), even)  # which it changes
+            helper.collect(total)
+
+        seconds = timed(ask, 30)
+        speed = count * weights.expert_bytes / seconds
+        say(f"CPU, {helper.helper.crew.threads} threads, {count} experts, asked by the device: "
+            f"{seconds * 1e6:.0f} µs, {speed / 1e9:.1f} GB/s")  # fmt: skip
     say(f"measured: of 0, 1, … missing the CPU takes {helper.takes.tolist()}; {experts.cost}")
 
 

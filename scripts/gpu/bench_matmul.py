@@ -342,7 +342,7 @@ def mixed_types() -> str | None:
     """Matrices of different types and odd sizes in one launch, in every form of it."""
     parts = [random_weight(t, n, 2304) for t, n in (("Q4_K", 1000), ("Q6_K", 40), ("dense", 45), ("Q5_K", 333))]
     for by, rows, config in (
-        (nvidia, 1, FewConfig(4, 0, False)), (nvidia, 1, FewConfig(8, 0, True)), (nvidia, 5, FewConfig(4, 1, True)),
+        (nvidia, 1, FewConfig(4, 0, False)), (nvidia, 1, FewConfig(8, 0, False)), (nvidia, 5, FewConfig(4, 1, True)),
         (nvidia, 12, FewConfig(4, 2, False, 2)), (shares, 9, shares.UP_TO_16), (shares, 27, shares.UP_TO_32),
     ):  # fmt: skip
         x = torch.randn(rows, 2304, device=CUDA, dtype=BF16)

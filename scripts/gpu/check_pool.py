@@ -70,6 +70,7 @@ class Hand:
             lengths=(rows,),
             noted=None if seat.noted is None else int32([[seat.noted], [seat.table]]),
             far=seat.far,
+            coming=seat.coming,
         )
         outs = []
         for layer in range(self.layers):

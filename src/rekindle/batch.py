@@ -15,6 +15,7 @@ class Wanted(StrEnum):
     NONE = "none"
     LAST = "last"
     ALL = "all"
+    SCORED = "scored"  # the last; of the rows before it how likely the token behind each was, and which were likeliest
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Segment:
     position: int  # tokens the slot's state has consumed before this segment
     tokens: tuple[int, ...]
     wanted: Wanted = Wanted.NONE
+    top: int = 0  # so many of the likeliest are told of every scored row
 
     def __post_init__(self) -> None:
         assert self.tokens, "a segment holds at least one token"
@@ -35,6 +37,14 @@ class Segment:
     @property
     def end(self) -> int:
         return self.position + len(self.tokens)
+
+    @property
+    def logit_rows(self) -> int:
+        return len(self) if self.wanted is Wanted.ALL else int(self.wanted is not Wanted.NONE)
+
+    @property
+    def scored_rows(self) -> int:
+        return len(self) - 1 if self.wanted is Wanted.SCORED else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,4 +72,14 @@ class Batch:
     @property
     def logit_rows(self) -> int:
         """Rows of logits that the last stage returns, segment by segment in order."""
-        return sum(len(s) if s.wanted is Wanted.ALL else int(s.wanted is Wanted.LAST) for s in self.segments)
+        return sum(s.logit_rows for s in self.segments)
+
+    @property
+    def scored_rows(self) -> int:
+        """Rows of scores that the last stage returns beside the logits."""
+        return sum(s.scored_rows for s in self.segments)
+
+    @property
+    def top(self) -> int:
+        """The most that any scored row tells of."""
+        return max((s.top for s in self.segments), default=0)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from rekindle.batch import Batch, Segment
 from rekindle.bench.synth import write_synthetic
 from rekindle.build.shards import StageOrder, arguments, load_stage, stage_orders
+from rekindle.build.sizes import loaded_sizes
 from rekindle.cli import app
+from rekindle.kernels.matmul.scratch import Scratch, _current
+from rekindle.models.model import ModelSpan
 from rekindle.placement import Device, Machine, Wishes, make_plan, sizes_from_tensors
 from rekindle.weights import WeightFile, open_weights
 
@@ -50,3 +55,23 @@ def test_a_shard_is_given_the_very_orders_of_the_plan(
     result = CliRunner().invoke(app, ["shard", "model.gguf", *arguments(orders, "ipc:///nowhere", 1)])
     assert result.exit_code == 0, result.output
     assert given == orders
+
+
+def test_a_stage_expands_weights_into_one_buffer_as_large_as_the_plan_says(
+    file: WeightFile, orders: list[StageOrder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = load_stage(file, orders[0])
+    sizes = loaded_sizes(file, torch.float32)
+    gpu = Machine((Device("cuda:0", "cuda", 8 << 30),), 8 << 30)
+    planned = make_plan(gpu, file.spec, sizes, Wishes(1024, compute_bytes=4)).stage(0).bytes_of("expand scratch")
+    assert 0 < planned == stage.scratch.values * torch.float32.itemsize
+    run, given = ModelSpan.run, list[Scratch | None]()
+
+    def note(*args: Any) -> torch.Tensor:
+        given.append(_current.given)
+        return run(*args)
+
+    monkeypatch.setattr(ModelSpan, "run", note)
+    stage.forward(Batch((Segment(0, 0, (1, 2, 3)),)), None)
+    assert given == [stage.scratch]
+    assert _current.given is None

@@ -10,9 +10,9 @@ import pytest
 
 from rekindle.bench.synth import write_synthetic
 from rekindle.build import build_engine, open_model, plan_model, refuge
-from rekindle.build.engine import _sizes
 from rekindle.build.refuge import Refuge, Room
 from rekindle.build.shards import DTYPES, stage_orders
+from rekindle.build.sizes import loaded_sizes
 from rekindle.config import Config, parse_shards
 from rekindle.errors import BadConfig, StageLost
 from rekindle.placement import Device, Machine, Plan, moved_bytes
@@ -35,7 +35,7 @@ def make_plan(path: Path, *devices: Device, ram: int = 4 * GIB) -> Plan:
 
 def make_refuge(path: Path, plan: Plan, room: Room) -> Refuge:
     model = open_model(path)
-    return Refuge(room, model.file, plan, stage_orders(plan, BF16), _sizes(model, BF16), None)
+    return Refuge(room, model.file, plan, stage_orders(plan, BF16), loaded_sizes(model.file, BF16), None)
 
 
 def test_a_cpu_beside_a_gpu_is_planned_with_expanded_weights(path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_cpu_beside_a_gpu_is_planned_with_expanded_weights(path: Path) -> None
 
 
 def test_a_stage_that_moves_needs_what_it_would_have_been_planned_with_there(path: Path) -> None:
-    sizes = _sizes(open_model(path), BF16)
+    sizes = loaded_sizes(open_model(path).file, BF16)
     mixed, alone = make_plan(path, CPU, FAR_GPU), make_plan(path, CPU, replace(CPU, name="cpu@a"))
     for device, stage in ((CPU, alone.stages[1]), (FAR_GPU, mixed.stages[1])):
         planned = stage.total - stage.bytes_of("margin")
@@ -67,7 +67,7 @@ def test_a_span_taken_in_leaves_less_room_to_all_replicas(path: Path, monkeypatc
     monkeypatch.setattr(refuge, "available_ram", lambda: 64 * GIB)
     monkeypatch.setattr(refuge, "load_stage", lambda *_, **__: "a stage")
     plan = make_plan(path, CPU, FAR_GPU)
-    needed = moved_bytes(plan, _sizes(open_model(path), BF16), 1, CPU)
+    needed = moved_bytes(plan, loaded_sizes(open_model(path).file, BF16), 1, CPU)
     room = Room([make_plan(path, CPU, FAR_GPU, ram=plan.host_total + needed)])
     assert room.of("cpu") == needed
     assert make_refuge(path, plan, room).take_in(plan.spans[1], StageLost("gone")) == "a stage"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rekindle.build import build_engine, make_machine
+from rekindle.build import build_engine, make_machine, open_model
 from rekindle.cli import app
 from rekindle.cli.generate import told_apart
 from rekindle.cli.serve import _listen
@@ -47,6 +47,14 @@ def test_a_plan_with_vram_needs_no_gpu_but_a_device_to_give_it_to(golden: Path) 
     assert "cuda:0" in run().output
     assert "cuda:7" in run("--devices", "cuda:7,cpu").output
     assert "--vram is 4.0 GiB, but there is no GPU among the devices: cpu" in str(run("--devices", "cpu").exception)
+
+
+@pytest.mark.parametrize("command", ["plan", "devices", "serve"])
+def test_a_context_beyond_the_models_own_is_refused_with_both_named(golden: Path, command: str) -> None:
+    model = golden / "tiny-qwen35-Q4_K_M.gguf"
+    longest = open_model(model).spec.context
+    run = CliRunner().invoke(app, [command, str(model), "--context", str(longest + 1)])
+    assert f"--context is {longest + 1:,}, the model was trained for {longest:,}" in str(run.exception)
 
 
 def plan_of(golden: Path, *arguments: str) -> Any:

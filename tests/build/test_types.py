@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from rekindle.build import StageOrder, choose_types, open_model, plan_model
-from rekindle.build.engine import _sizes
+from rekindle.build.sizes import loaded_sizes
 from rekindle.cli import app
 from rekindle.config import Config
 from rekindle.errors import BadConfig
@@ -82,7 +82,7 @@ def test_a_shard_started_by_hand_chooses_as_its_head_does(golden: Path, monkeypa
 def test_the_plan_counts_float16_weights_as_a_gpu_keeps_them(golden: Path) -> None:
     model = open_model(golden / "tiny-qwen35-f16.gguf")
     matrices = [info for info in model.file.tensors.values() if info.type == "F16" and info.name.startswith("blk.0.")]
-    on_gpu = _sizes(model, torch.float32)
+    on_gpu = loaded_sizes(model.file, torch.float32)
     on_cpu = on_gpu.on(Device("cpu", "cpu", GIB, host=True))
     assert on_cpu.layers[0].total - on_gpu.layers[0].total == sum(info.nbytes for info in matrices)
     assert on_gpu.head == model.file.tensors["output.weight"].nbytes

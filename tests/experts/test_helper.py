@@ -7,6 +7,7 @@ import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,7 +121,7 @@ def close(have: Tensor, want: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_K", "Q6_K", "Q4_K"), ("Q6_K", "Q4_K", "Q5_K")])
-def test_the_crew_gives_what_the_definition_gives(types: tuple[str, str, str], helper: Helper) -> None:
+def test_the_crew_gives_what_the_definition_gives(types: tuple[str, str, str], helper: Helper, ask_crew: Any) -> None:
     layer = Layer(types)
     described = describe(layer.stacks)
     assert described is not None
@@ -129,8 +130,8 @@ def test_the_crew_gives_what_the_definition_gives(types: tuple[str, str, str], h
         weights = [0.5 - 0.1 * i for i in range(len(places))]
         want = sum(w * layer.share(x, place) for w, place in zip(weights, places, strict=True))
         assert isinstance(want, Tensor)
-        assert close(helper.crew.compute(described, x, places, weights), want)
-    helper.continue_from_host()
+        assert close(ask_crew(helper.crew.box, described, x, places, weights), want)
+    helper.number.copy_(helper.crew.box.asked)  # the device counts on from there
 
 
 def test_types_that_the_crew_cannot_read_are_said() -> None:
@@ -139,16 +140,16 @@ def test_types_that_the_crew_cannot_read_are_said() -> None:
     assert describe([stack, stack, stack]) is None
 
 
-def test_every_request_is_answered_by_itself(layer: Layer, helper: Helper) -> None:
+def test_every_request_is_answered_by_itself(layer: Layer, helper: Helper, ask_crew: Any) -> None:
     """Threads that come late to a request must not touch the next one."""
     described = describe(layer.stacks)
     assert described is not None
     x = drawn(1, 2)[0]
-    alone = [helper.crew.compute(described, x, [place], [1.0]) for place in range(EXPERTS)]
+    alone = [ask_crew(helper.crew.box, described, x, [place], [1.0]) for place in range(EXPERTS)]
     for turn in range(200):
         place = turn * 5 % EXPERTS
-        assert torch.equal(helper.crew.compute(described, x, [place], [1.0]), alone[place])
-    helper.continue_from_host()
+        assert torch.equal(ask_crew(helper.crew.box, described, x, [place], [1.0]), alone[place])
+    helper.number.copy_(helper.crew.box.asked)  # the device counts on from there
 
 
 @pytest.mark.parametrize("takes", [NONE, [0, 0, 1, 1, 2], ALL])
@@ -280,6 +281,18 @@ def test_one_helper_serves_all_layers_of_a_span_or_none_where_it_gains_nothing(
         assert first.takes.tolist() == takes
     else:
         assert first is None and second is None
+
+
+def test_layers_that_the_cpu_cannot_read_leave_the_others_to_it(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[PackedWeights]()
+    monkeypatch.setattr(routed, "measure_takes", lambda weights, *_: asked.append(weights) or ALL)
+    plan = SpanExperts([[0]] * 3, [4] * 3, RoutingCounts(3, EXPERTS))
+    unread = Layer(("IQ4_XS", "IQ4_XS", "Q6_K"))
+    span = [each.cold([0], 4)[1] for each in (unread, layer, unread, layer)]
+    for weights in span:
+        plan.bring_helper(weights, USED, WIDTH, drawn(1, 0))
+    assert [weights.helper is not None for weights in span] == [False, True, False, True]
+    assert asked == [span[1]], "measured on the first layer that it can read"
 
 
 def test_threads_that_do_not_answer_are_an_error_waited_for_once_and_give_nothing_plausible(

@@ -414,6 +414,7 @@ def test_a_plan_is_plain_json() -> None:
 def test_the_table_shows_what_the_rule_saves() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in cold_expert_table().splitlines()[2:]]
     assert len(rows) == 2 * 3 * 8
+    assert [row[2] for row in rows[:8]] == [f"{8192 << i:,}" for i in range(8)], "8,192 to 1,048,576"
     at_131072 = next(row for row in rows if row[:3] == ["Q3_K_M", "24", "131,072"])
     assert at_131072[3:5] == ["10.00 GiB", "2.50 GiB"]
     assert at_131072[7] == "0"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.errors import BadConfig
 from rekindle.placement import Machine, Wishes, make_plan, parse_split, split_layers
+from rekindle.placement.place import Placer
+from rekindle.placement.split import can_tile
+from rekindle.placement.types import pages_for
 from rekindle.spec import Span
 
 from .paper import GIB, MIB, cpu, dense, gpu, moe
@@ -100,6 +105,66 @@ def test_a_gpu_and_a_cpu_share_a_model() -> None:
     plan = make_plan(machine, spec, sizes, Wishes(4096))
     assert plan.cold == 0
     assert any(item.name == "all of cpu" and item.bytes == plan.stage(1).total for item in plan.host_items)
+
+
+def test_a_sequence_at_the_context_limit_comes_before_speed() -> None:
+    """Two cards alike in memory, one three times as fast: the pool that both have is largest on halves."""
+    spec, sizes = dense()
+    machine = Machine((gpu(500 * MIB, "fast", 3.0), gpu(500 * MIB, "slow", 1.0)), 1 << 50)
+    plan = make_plan(machine, spec, sizes, Wishes(1 << 20))
+    assert plan.pool_is_on
+    assert plan.spans == (Span(0, 4), Span(4, 8))
+    pools = [Placer(machine, spec, sizes, Wishes(1 << 20, split=(n, 8 - n))).place().pool_pages for n in range(1, 8)]
+    assert plan.pool_pages == max(pools)
+
+
+def test_speed_comes_before_pages_for_more_than_one_sequence_at_the_limit() -> None:
+    """Three quarters of the layers for the card that is three times as fast, not the half that leaves most room."""
+    spec, sizes = dense()
+    machine = Machine((gpu(500 * MIB, "fast", 3.0), gpu(500 * MIB, "slow", 1.0)), 1 << 50)
+    wishes = Wishes(8192, sequences=32)
+    plan = make_plan(machine, spec, sizes, wishes)
+    halves = make_plan(machine, spec, sizes, replace(wishes, split=(4, 4)))
+    assert plan.spans == (Span(0, 6), Span(6, 8))
+    assert wishes.full_pages > halves.pool_pages > plan.pool_pages >= pages_for(8192)
+
+
+def test_a_higher_context_limit_gives_a_cpu_no_more_layers() -> None:
+    """A pool beyond its target is worth less than the time that a CPU would take for the layers."""
+    spec, sizes = dense()
+    machine = Machine((gpu(500 * MIB, "gpu", 30.0), cpu(8 * GIB)), 16 * GIB)
+    low, high = (make_plan(machine, spec, sizes, Wishes(context)) for context in (8192, 1 << 20))
+    assert low.spans == high.spans == (Span(0, 7), Span(7, 8))
+
+
+def test_cold_experts_are_spread_evenly_over_devices_and_what_is_left_is_for_the_ring() -> None:
+    spec, sizes = moe(experts=64, expert=MIB // 2)
+    machine = Machine((gpu(430 * MIB, "a"), gpu(370 * MIB, "b"), gpu(350 * MIB, "c")), 1 << 50)
+    plan = make_plan(machine, spec, sizes, Wishes(4096))
+    hot = [len(ids) for stage in plan.stages for ids in stage.hot]
+    assert plan.cold
+    assert max(hot) - min(hot) <= 2
+    for stage in plan.stages:
+        assert stage.left < MIB // 2 or stage.cold == sum(stage.ring_slots), "or every expert has a place"
+    assert len({sum(stage.ring_slots) // len(stage.span) for stage in plan.stages}) > 1
+    bare = make_plan(machine, spec, sizes, Wishes(4096, ring_share=0))
+    assert not any(sum(stage.ring_slots) for stage in bare.stages), "who wants no ring gets none"
+
+
+@given(st.data(), st.integers(1, 9), st.integers(1, 4))
+def test_a_tiling_is_found_exactly_where_there_is_one(data: st.DataObject, layers: int, devices: int) -> None:
+    weights = data.draw(st.lists(st.integers(1, 9), min_size=layers, max_size=layers))
+    rooms = data.draw(st.lists(st.integers(1, 30), min_size=devices, max_size=devices))
+
+    def fits(index: int, span: Span) -> bool:
+        return sum(weights[span.start : span.stop]) <= rooms[index]
+
+    def tiles(start: int, index: int) -> bool:
+        if index == devices:
+            return start == layers
+        return any(fits(index, Span(start, stop)) and tiles(stop, index + 1) for stop in range(start + 1, layers + 1))
+
+    assert can_tile(layers, devices, fits) == tiles(0, 0)
 
 
 def test_more_devices_than_layers_are_refused() -> None:

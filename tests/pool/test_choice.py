@@ -6,17 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.pool.choice import (
-    LEAD,
-    SINK,
-    TAIL,
-    Noted,
-    Queries,
-    choose,
-    deciding_row,
-    key_directions,
-    score_pages,
-)
+from rekindle.pool.choice import LEAD, SINK, TAIL, Noted, Queries, choose, deciding_row
 from rekindle.spec import PAGE
 
 
@@ -61,33 +51,3 @@ def test_rows_in_blocks_leave_the_queries_that_single_rows_leave(position: int, 
             single = run(single, at, at + 1)
         position += count
         assert (blocks.now, blocks.next) == (single.now, single.next)
-
-
-def test_a_score_is_the_best_heads_cosine_averaged_over_layers() -> None:
-    keys = torch.nn.functional.normalize(torch.randn(5, 3, 2, 8), dim=-1)
-    query = torch.randn(3, 4, 8)
-    for page, score in enumerate(score_pages(keys.half(), query)):
-        by_layer = [
-            max(
-                float(torch.cosine_similarity(keys[page, layer, head // 2], query[layer, head], dim=0))
-                for head in range(4)
-            )
-            for layer in range(3)
-        ]
-        assert abs(float(score) - sum(by_layer) / 3) < 2e-3
-
-
-def test_key_directions_are_of_the_mean_key() -> None:
-    keys = torch.randn(3, 5, PAGE, 2, 8)  # of 5 pages in 3 layers
-    directions = key_directions(keys)
-    assert directions.shape == (5, 3, 2, 8)
-    torch.testing.assert_close(directions[4, 1, 0].float().norm(), torch.tensor(1.0), atol=1e-3, rtol=0)
-    cosine = torch.cosine_similarity(directions[4, 2, 1].float(), keys[2, 4, :, 1].mean(0), dim=0)
-    assert float(cosine) > 0.999
-
-
-def test_a_page_has_the_same_direction_whoever_is_beside_it() -> None:
-    keys = torch.randn(3, 7, PAGE, 2, 32)
-    together = key_directions(keys)
-    for page in range(7):
-        assert torch.equal(key_directions(keys[:, page : page + 1])[0], together[page])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from rekindle.errors import PoolFull
 from rekindle.kernels.attention import store_kv
 from rekindle.kernels.ragged import Ragged
 from rekindle.pool import KvMode, PagePool, PageTable, Policy, PoolReader
-from rekindle.pool.choice import LEAD
+from rekindle.pool.choice import LEAD, choose
 from rekindle.spec import PAGE
 
 LAYERS, KV_HEADS, HEADS, DIM = 2, 2, 4, 64
@@ -161,6 +162,21 @@ def test_in_decode_pages_are_scored_once_per_page_and_some_rows_before_they_are_
     fill(layer, 2, 1)
     assert scored == [PAGE - LEAD] * 2, "behind the row that decides, and not again when its page is chosen for"
     assert layer.pool.counts.choices == before + 2
+
+
+def test_at_the_edge_of_a_page_the_next_pages_are_known_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = HandLayer(9, 100, "sparse")
+    fill(layer, 40, 4 * PAGE)
+    chosen_at = list[int]()
+
+    def chosen(sealed: int, room: int, scores: np.ndarray | None) -> tuple[int, ...]:
+        chosen_at.append(layer.table.position % PAGE)
+        return choose(sealed, room, scores)
+
+    monkeypatch.setattr("rekindle.pool.choice.choose", chosen)
+    monkeypatch.setattr("rekindle.pool.reader.choose", chosen)
+    fill(layer, 2, 1)
+    assert chosen_at == [0, PAGE - LEAD, PAGE - LEAD], "behind the prompt; then as soon as the scores are here"
 
 
 def test_pages_that_leave_together_are_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:

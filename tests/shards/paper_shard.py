@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from rekindle.batch import Batch, Wanted
+from rekindle.batch import Batch
 from rekindle.errors import PoolFull, SnapshotMismatch
 from rekindle.shards import ShardKeys, ShardServer, Terms, load_keys, load_public, serve_forever
 from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part
@@ -58,7 +58,7 @@ class PaperStage:
         self._pages.pop(slot, None)
 
     def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput:
-        rows, logits = [], []
+        rows, logits, scores = [], [], []
         for segment in batch.segments:
             seen = self.tokens[segment.slot]
             assert len(seen) == segment.position, f"slot stands at {len(seen)}, segment begins at {segment.position}"
@@ -66,12 +66,15 @@ class PaperStage:
                 self._read(token)
                 seen.append(token)
                 rows.append(self._state(seen).sum() + torch.arange(HIDDEN, dtype=torch.float32) / 7)
-                if segment.wanted is Wanted.ALL or (segment.wanted is Wanted.LAST and i == len(segment) - 1):
+                if i >= len(segment) - segment.logit_rows:
                     logits.append(torch.sin(rows[-1].sum() * torch.arange(1, VOCAB + 1)))
+                if i < segment.scored_rows:
+                    scores.append(rows[-1][: 1 + 2 * batch.top])
         out = torch.stack(rows) if hidden is None else hidden * 0.5 + torch.stack(rows)
         if not self._is_last:
             return StageOutput(out, None)
-        return StageOutput(None, torch.stack(logits) + out.sum() if logits else None)
+        told = torch.stack(scores) if scores else None
+        return StageOutput(None, torch.stack(logits) + out.sum() if logits else None, scores=told)
 
     def _read(self, token: int) -> None:
         if token == TORN:

@@ -77,7 +77,8 @@ def test_what_is_computed_on_lies_where_torch_would_put_it(body: frames.AnyBody,
 
 
 def test_a_batch_arrives_whole() -> None:
-    batch = Batch((Segment(2, 5, (1, 2, 3), Wanted.ALL), Segment(0, 0, (9,), Wanted.LAST)), rewindable=True)
+    scored = Segment(1, 7, (4, 5), Wanted.SCORED, top=3)
+    batch = Batch((Segment(2, 5, (1, 2, 3), Wanted.ALL), Segment(0, 0, (9,), Wanted.LAST), scored), rewindable=True)
     body = import_frame(sent(Frame(1, frames.export_batch(batch))), LIMITS).body
     assert isinstance(body, frames.Forward)
     assert frames.import_batch(body) == batch

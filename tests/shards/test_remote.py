@@ -109,6 +109,7 @@ def test_every_operation_equals_the_local_one(
     for i in (0, 1, 4):
         assert same_tensor(here[i].hidden, there[i].hidden)
         assert same_tensor(here[i].logits, there[i].logits)
+        assert same_tensor(here[i].scores, there[i].scores)
     assert all(map(same_parts, here[2], there[2]))
     assert same_parts(here[5], there[5])
     assert (here[3], here[6]) == (there[3], there[6])
@@ -345,7 +346,7 @@ def test_ends_of_unlike_versions_refuse_each_other(hall: Hall, monkeypatch: pyte
         return [frames.MAGIC + b"\x09" + bytes(header)[3:], *rest]
 
     monkeypatch.setattr(frames, "export_frame", speak_version_9)
-    with pytest.raises(LinkRefused, match="speaks frame version 9, this end version 1"):
+    with pytest.raises(LinkRefused, match=f"speaks frame version 9, this end version {frames.VERSION}"):
         RemoteStage(server.endpoint, "paper", terms(FIRST), deadlines=QUICK)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 from rekindle.batch import Batch, Segment, Wanted
+from rekindle.kernels.paging import fetch_pages
+from rekindle.pool import pages as pool_pages
 from rekindle.pool.homes import Homes
 from rekindle.snapshots.types import Page
 from rekindle.spec import PAGE
@@ -122,4 +126,55 @@ def test_two_that_choose_more_than_the_pool_holds_read_the_rest_where_it_lies(fa
     assert stage.paging().away_attended > 0
     for slot in (0, 1):
         stage.close(slot)
+    stage.check()
+
+
+class LateReturns:
+    """Pages that come back arrive as late as they may: when their layer waits for them, or somebody for all."""
+
+    def __init__(self, layers: int) -> None:
+        self._copies: list[list[Callable[[], None]]] = [[] for _ in range(layers)]
+        self._fresh: list[Callable[[], None]] = []
+        self._open = self.under_way = False
+
+    @contextmanager
+    def handing_over(self) -> Iterator[None]:
+        self._open = self.under_way = True
+        yield
+        self._open = False
+
+    def fetch(self, targets: torch.Tensor, sources: torch.Tensor, nbytes: int, quietly: bool = False) -> None:
+        if self._open:
+            self._fresh.append(lambda: fetch_pages(targets, sources, nbytes))
+        else:
+            fetch_pages(targets, sources, nbytes)
+
+    def all_handed_over(self, layer: int) -> None:
+        self._copies[layer] += self._fresh
+        self._fresh = []
+
+    def wait_for(self, layer: int) -> None:
+        for copies in self._copies[: layer + 1]:
+            while copies:
+                copies.pop(0)()
+
+    def join(self) -> None:
+        self.wait_for(len(self._copies))
+        self.under_way = False
+
+
+def test_every_layer_waits_for_its_own_pages_on_their_way_back(far: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"pages": 8, "host_pages": 200, "kv_mode": "sparse"}
+    (stage, record), (plain, _) = far(**options), far(**options)
+    late = LateReturns(len(stage.pool.kv))
+    stage.pool.returns = late
+    plain_logits = feed(plain, 0, 0, 1300, 128) + feed(plain, 0, 1300, 1480, 1)
+    monkeypatch.setattr(pool_pages, "fetch_pages", late.fetch)
+    assert same(feed(stage, 0, 0, 1300, 128) + feed(stage, 0, 1300, 1480, 1), plain_logits)
+    assert record.replayed == 180
+    assert stage.paging() == plain.paging()
+    stage.restore(1, 1480, stage.capture(0))
+    assert not stage.pool.under_way, "a restored sequence is there"
+    stage.close(0)
+    stage.close(1)
     stage.check()

@@ -6,7 +6,6 @@ import importlib.util
 import logging
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,14 +17,13 @@ from rekindle.build.model import Model, open_model
 from rekindle.build.probe import speeds
 from rekindle.build.refuge import Refuge, Room
 from rekindle.build.shards import DTYPES, Progress, Shards, StageOrder, choose_types, load_stage, stage_orders
+from rekindle.build.sizes import loaded_sizes
 from rekindle.config import Config, show_bytes
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.router import Router
 from rekindle.errors import BadConfig
 from rekindle.experts import CountsFile, RoutingCounts
-from rekindle.kernels.matmul import kept_dtype
-from rekindle.kernels.matmul.packing import packed_bytes
-from rekindle.placement import Machine, Plan, Sizes, Wishes, make_plan, parse_split, sizes_from_tensors
+from rekindle.placement import Machine, Plan, Wishes, make_plan, parse_split
 from rekindle.pool.choice import LEAD
 from rekindle.prefix import PrefixCache, check_budget
 from rekindle.snapshots.about import About, describe, strangers
@@ -33,7 +31,6 @@ from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.files import make_folder
 from rekindle.snapshots.slabs import Slabs
 from rekindle.stages import LocalStage, Pipeline, Stage
-from rekindle.weights import TensorInfo
 
 if TYPE_CHECKING:
     from rekindle.build.ray import RayHosts
@@ -152,7 +149,7 @@ def _build(
     counts = [RoutingCounts(model.spec.layers, model.spec.ffn.experts) for _ in plans]
     if counts_file is not None:
         counts[0] = counts_file.counts  # kept for the next start; the other replicas route alike
-    sizes, room = _sizes(model, dtype), Room(plans)
+    sizes, room = loaded_sizes(model.file, dtype), Room(plans)
     pipelines, slabs = list[Pipeline](), list[Slabs]()
     for plan, its_orders, its_counts in zip(plans, orders, counts, strict=True):
         stages = _load_stages(model, plan, its_orders, hosts, its_counts, on_progress, on_kernels)
@@ -238,8 +235,10 @@ def plan_model(config: Config, model: Model, machine: Machine) -> Plan:
         raise BadConfig(
             "--audit compares with a cold run, which --kv-mode sparse does not promise to equal; leave one out"
         )
+    if config.context is not None and config.context > spec.context:
+        raise BadConfig(f"--context is {config.context:,}, the model was trained for {spec.context:,}")
     wishes = Wishes(
-        context=min(config.context or spec.context, spec.context),
+        context=config.context or spec.context,
         sequences=config.sequences,
         kv_type=kv_type,
         pool=config.pool,
@@ -251,9 +250,7 @@ def plan_model(config: Config, model: Model, machine: Machine) -> Plan:
         counts=counts_file.counts.for_placement() if counts_file else None,
         cache_ram=config.cache_ram // config.replicas,
     )
-    if config.context is not None and config.context > spec.context:
-        raise BadConfig(f"--context is {config.context}, the model was trained for {spec.context}")
-    return make_plan(machine, spec, _sizes(model, DTYPES[dtype]), wishes)
+    return make_plan(machine, spec, loaded_sizes(model.file, DTYPES[dtype]), wishes)
 
 
 def _counts_file(config: Config, model: Model) -> CountsFile | None:
@@ -262,25 +259,6 @@ def _counts_file(config: Config, model: Model) -> CountsFile | None:
     if config.cache_dir is None or not spec.ffn.is_moe:
         return None
     return CountsFile(config.cache_dir, model.file.fingerprint(), spec.layers, spec.ffn.experts)
-
-
-def _sizes(model: Model, dtype: torch.dtype) -> Sizes:
-    """What each tensor takes once loaded: in planes, or as values where no kernel reads its type so, as on any CPU."""
-
-    def size(info: TensorInfo, expanded: bool) -> int:
-        if len(info.shape) == 1:
-            return info.nbytes
-        planes = None if expanded else packed_bytes(info.type, prod(info.shape))
-        kept = kept_dtype(info.type, torch.device("cpu" if expanded else "cuda"), dtype)
-        return max(info.nbytes, prod(info.shape) * kept.itemsize) if planes is None else planes
-
-    def sizes(expanded: bool) -> Sizes:
-        loaded = {name: (info.shape, size(info, expanded)) for name, info in model.file.tensors.items()}
-        return sizes_from_tensors(model.spec, loaded)
-
-    on_gpu, on_cpu = sizes(expanded=False), sizes(expanded=True)
-    mapped = model.file.tensors["token_embd.weight"].nbytes  # a CPU expands the rows it needs
-    return replace(on_gpu, expanded=replace(on_cpu, embedding=mapped))
 
 
 def _grid(config: Config, names: list[str]) -> int:

@@ -20,12 +20,13 @@ import torch
 
 from rekindle.build.machine import device_of, shard_of, torch_device
 from rekindle.build.model import open_weights_of
+from rekindle.build.sizes import loaded_sizes
 from rekindle.build.warm import warming
 from rekindle.config import Config, ShardSetting
 from rekindle.errors import BadConfig
 from rekindle.experts import RoutingCounts, SpanExperts
 from rekindle.models import load_span
-from rekindle.placement import Plan
+from rekindle.placement import Plan, expanded_values
 from rekindle.pool import STOCK, KvMode, Policy
 from rekindle.shards import (
     Deadlines,
@@ -151,6 +152,7 @@ def load_stage(
             *kv_choice(order.kv_mode, order.kv_policy),
             order.rewind_rows,
             slabs=order.slabs,
+            widest=expanded_values(loaded_sizes(file, dtype)),
         )
 
 

@@ -30,13 +30,19 @@ Folder = Annotated[Path, typer.Argument(help="The folder given to `rekindle serv
 Id = Annotated[str, typer.Argument(help="A snapshot's id, or the beginning of it.")]
 WHICH = "name the one that was given to `rekindle serve --cache-dir`"
 SHOWN = 10  # characters of an id in a list
+LISTED = 20  # snapshots of one model and its settings, unless all are asked for
+ITEMS = 4  # of a list in a manifest, unless all are asked for
+
+All = Annotated[bool, typer.Option("--all", help="Nothing left out.")]
 
 
 @app.command("list")
 def list_command(
-    folder: Folder, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
+    folder: Folder,
+    whole: All = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs; all of them.")] = False,
 ) -> None:
-    """Every snapshot, the most recently used first. A server may be using the folder."""
+    """The snapshots, the most recently used first. A server may be using the folder."""
     found = list_snapshots(_existing(folder))
     if as_json:
         print(json.dumps([{name: getattr(info, name) for name in SnapshotInfo.__slots__} for info in found]))
@@ -49,8 +55,11 @@ def list_command(
         alike = [info for info in found if info.fingerprint == fingerprint]
         about = told(alike[0].about) or f"{fingerprint[:SHOWN]}, of which nothing says what model and settings it was"
         out.print(f"{about}:", highlight=False, markup=False)
-        out.print(_table(alike))
-    print(f"{len(found)} snapshots")
+        out.print(_table(alike if whole else alike[:LISTED]))
+        if len(alike) > LISTED and not whole:
+            out.print(f"and {len(alike) - LISTED:,} that were used before these; --all lists them", highlight=False)
+    own = show_bytes(sum(info.own_bytes for info in found))
+    print(f"{len(found)} snapshots, {own} beside the pages that they share")
 
 
 def _table(alike: list[SnapshotInfo]) -> Table:
@@ -78,9 +87,16 @@ def _ago(seconds: float) -> str:
 
 
 @app.command("show")
-def show_command(folder: Folder, id: Id) -> None:
-    """The manifest of one snapshot, as JSON."""
-    print(json.dumps(show_snapshot(_existing(folder), id), indent=2))
+def show_command(folder: Folder, id: Id, whole: All = False) -> None:
+    """The manifest of one snapshot, as JSON; of its long lists the beginning."""
+    manifest = show_snapshot(_existing(folder), id)
+    print(json.dumps(manifest if whole else {name: _beginning(value) for name, value in manifest.items()}, indent=2))
+
+
+def _beginning(value: object) -> object:
+    if not isinstance(value, list) or len(value) <= ITEMS:
+        return value
+    return [*value[:ITEMS], f"and {len(value) - ITEMS:,} more; --all shows them"]
 
 
 @app.command("verify")

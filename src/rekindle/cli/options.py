@@ -24,6 +24,7 @@ Context = Annotated[
     int | None, typer.Option(help="Tokens of prompt and answer together; the model's own limit if left out.")
 ]
 Sequences = Annotated[int, typer.Option(help="Requests that run at the same time.")]
+SEQUENCES = Config().sequences
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 Vram = Annotated[
     str | None,

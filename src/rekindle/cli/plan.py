@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from rekindle.build import RAM_SHARE, VRAM_SHARE, check_vram, device_names, make_machine, open_model, plan_model
+from rekindle.build import (
+    RAM_SHARE,
+    VRAM_SHARE,
+    check_vram,
+    device_names,
+    make_machine,
+    open_model,
+    plan_model,
+    speeds,
+)
 from rekindle.cli import options
 from rekindle.config import Config, parse_bytes, show_bytes
 from rekindle.errors import BadConfig, DoesNotFit
@@ -21,7 +30,7 @@ def plan(
     devices: options.Devices = "auto",
     split: options.Split = "auto",
     context: options.Context = None,
-    sequences: options.Sequences = 16,
+    sequences: options.Sequences = options.SEQUENCES,
     grid: options.Grid = None,
     kv_type: options.KvType = None,
     kv_mode: options.KvMode = "exact",
@@ -82,7 +91,9 @@ def _percent(share: float) -> str:
 def _machine(config: Config) -> Machine:
     """The machine there is, or the one the user describes."""
     if config.vram is None:
-        return make_machine(device_names(config.devices), None, config.ram)
+        names = device_names(config.devices)
+        relative = speeds(names, ()) if config.split == "auto" else None  # as `serve` divides the layers
+        return make_machine(names, None, config.ram, (), relative)
     check_vram(config.vram, config.devices)
     machine = make_machine(["cpu"], None, config.ram)
     imagined = [

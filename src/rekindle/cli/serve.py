@@ -35,7 +35,7 @@ def serve(
     devices: options.Devices = "auto",
     split: options.Split = "auto",
     context: options.Context = None,
-    sequences: options.Sequences = 16,
+    sequences: options.Sequences = options.SEQUENCES,
     queue: Annotated[int, typer.Option(help="Requests that may wait for a place.")] = 256,
     grid: options.Grid = None,
     dtype: options.Dtype = None,

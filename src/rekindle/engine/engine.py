@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from rekindle.batch import DRAWN, Batch, Segment
+from rekindle.batch import DRAWN, Batch
 from rekindle.engine.admission import Admission
 from rekindle.engine.audit import Audit, Auditor
-from rekindle.engine.flight import Flight
+from rekindle.engine.flight import Flight, Result
 from rekindle.engine.publisher import Publisher
-from rekindle.engine.sampler import are_drawable, draw, logprob_of
+from rekindle.engine.sampler import are_drawable, draw, logprob_of, logprobs_of
 from rekindle.engine.scheduler import Scheduler
 from rekindle.engine.sequence import Phase, Sequence
 from rekindle.engine.types import (
@@ -406,12 +406,13 @@ class Engine:
             self._fail(flight.owners, error)
             return
         flight.draw()
-        for segment, sequence, rows in flight.results():
+        for result in flight.results():
+            segment, sequence, rows, _ = result
             sequence.in_flight -= 1
             sequence.settled = segment.end
             sequence.sparse |= segment.slot in flight.output.result().skipping
             if sequence.phase is Phase.PREFILL:
-                self._settle_chunk(sequence, segment, rows)
+                self._settle_chunk(result)
             if len(rows) and segment.end >= sequence.prefill_end:
                 sequence.logits = rows[-1]
             if sequence.phase is Phase.ENDING and sequence.in_flight == 0:
@@ -422,20 +423,21 @@ class Engine:
                 if sequence.phase is Phase.DECODE and not sequence.cancelled:
                     self._take_token(sequence, token)
 
-    def _settle_chunk(self, sequence: Sequence, segment: Segment, rows: torch.Tensor) -> None:
+    def _settle_chunk(self, result: Result) -> None:
+        segment, sequence, rows, scores = result
         if sequence.audit is not None:
             if segment.end == sequence.prompt_length and not sequence.cancelled:
                 self._conclude_audit(sequence, sequence.audit, rows[-1])
             return
         self._computed += len(segment)
         draws = sequence.max_tokens > 0 and sequence.request.prompt_logprobs is None  # whoever draws finds out anyway
-        if not draws and len(rows) and not are_drawable(rows):
+        if not draws and len(rows) and (not are_drawable(rows) or scores.isnan().any()):
             self._fail_for_logits(sequence, segment.end)
             return
         if len(rows) and segment.end in sequence.kinds:
             self._publisher.give_logits(sequence, segment.end, rows[-1])
         if sequence.request.prompt_logprobs is not None:
-            self._score_prompt(sequence, segment, rows)
+            self._score_prompt(result)
         if segment.end < sequence.prefill_end:
             return
         self._scheduler.remove(sequence)
@@ -473,12 +475,15 @@ class Engine:
         elif sequence.answer_length >= sequence.max_tokens:
             self._finish(sequence, FinishReason.LENGTH)
 
-    def _score_prompt(self, sequence: Sequence, segment: Segment, rows: torch.Tensor) -> None:
-        """Every row scores the prompt token behind it; only the scores stay, not the rows. Told once, when complete."""
-        top, scores = sequence.request.prompt_logprobs or 0, sequence.prompt_scores
-        for position, row in enumerate(rows, start=segment.position + 1):
-            if position == len(scores) + 1 and position < sequence.prompt_length:
-                scores.append(logprob_of(row, sequence.tokens[position], top))
+    def _score_prompt(self, result: Result) -> None:
+        """Every row scores the prompt token behind it. Told once, when complete."""
+        segment, sequence, rows, found = result
+        told = logprobs_of(found, segment.tokens[1:], segment.top)
+        if segment.end < sequence.prompt_length:
+            told.append(logprob_of(rows[-1], sequence.tokens[segment.end], segment.top))
+        # told[i] is of the token at segment.position + 1 + i; of a chunk that runs again they are there already
+        scores, stop = sequence.prompt_scores, sequence.prompt_length - 1 - segment.position
+        scores += told[len(scores) - segment.position : max(0, stop)]
         if segment.end == sequence.prefill_end and not sequence.prompt_told:
             sequence.prompt_told = True
             self._emit(sequence, PromptLogprobs((None, *scores)))

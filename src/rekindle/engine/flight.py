@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import torch
 
-from rekindle.batch import Batch, Segment, Wanted
+from rekindle.batch import Batch, Segment
 from rekindle.engine.sampler import draw
 from rekindle.engine.sequence import Phase, Sequence
 from rekindle.stages import StageOutput
@@ -48,6 +49,15 @@ class Drawn:
         return [int(token) for token in self._host.get().tolist()]
 
 
+class Result(NamedTuple):
+    """What a flight brings one of its owners."""
+
+    segment: Segment
+    owner: Sequence
+    rows: torch.Tensor  # of logits; none where none were wanted
+    scores: torch.Tensor  # [segment.scored_rows, …]
+
+
 class Flight:
     """One batch, whose segments belong to `owners`. Those whose prompt it completes, or who decode, draw a token."""
 
@@ -66,22 +76,22 @@ class Flight:
         """Draw from the logits, once."""
         if self.drawn is None and self.drawing:
             drawing = set(map(id, self.drawing))
-            last = [(s.end, rows[-1]) for s, owner, rows in self.results() if id(owner) in drawing]
+            last = [(each.segment.end, each.rows[-1]) for each in self.results() if id(each.owner) in drawing]
             logits = self.output.result().logits
             assert logits is not None, "a flight that draws brings logits"
             whole = len(last) == logits.shape[0]
             rows = logits if whole else torch.stack([row for _, row in last])
             self.drawn = Drawn(draw(rows, self.drawing, [end for end, _ in last]))
 
-    def results(self) -> Iterator[tuple[Segment, Sequence, torch.Tensor]]:
-        """Every segment with its owner and its rows of logits (none where none were wanted)."""
-        logits = self.output.result().logits
-        start = 0
+    def results(self) -> Iterator[Result]:
+        """Every segment with its owner and what it wanted."""
+        output = self.output.result()
+        logits, scores = (torch.empty(0) if rows is None else rows for rows in (output.logits, output.scores))
+        row = scored = 0
         for segment, owner in zip(self.batch.segments, self.owners, strict=True):
-            count = len(segment) if segment.wanted is Wanted.ALL else int(segment.wanted is Wanted.LAST)
-            rows = logits[start : start + count] if logits is not None else torch.empty(0)
-            yield segment, owner, rows
-            start += count
+            next_row, next_scored = row + segment.logit_rows, scored + segment.scored_rows
+            yield Result(segment, owner, logits[row:next_row], scores[scored:next_scored])
+            row, scored = next_row, next_scored
 
 
 def _draws(segment: Segment, owner: Sequence) -> bool:

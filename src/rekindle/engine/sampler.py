@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rekindle.engine.types import Sampling, TokenLogprob
-from rekindle.kernels.sampling import add_bias, apply_penalties, argmax, count_tokens, sample
+from rekindle.kernels.sampling import add_bias, apply_penalties, argmax, count_tokens, log_softmax_at, sample
 
 COLDEST = 1e-5  # below it a temperature is none: a logit in doubt has no chance, and dividing by less may overflow
 
@@ -69,10 +69,18 @@ def are_drawable(logits: torch.Tensor) -> bool:
 
 def logprob_of(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
     """Log-probability of `token` under one row of raw logits, with the `top` most likely beside it."""
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    values, ids = logprobs.topk(top) if top else (logprobs[:0], logprobs[:0].long())
-    best = tuple(zip((int(i) for i in ids.tolist()), values.tolist(), strict=True))
-    return TokenLogprob(token, float(logprobs[token]), best)
+    found = log_softmax_at(logits.float()[None], torch.tensor([token], device=logits.device), top)
+    best = tuple(zip(found.top_tokens[0].tolist(), found.top[0].tolist(), strict=True))
+    return TokenLogprob(token, float(found.chosen), best)
+
+
+def logprobs_of(scores: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """The same of several tokens, from rows of scores as a stage gives them."""
+    width = (scores.shape[-1] - 1) // 2  # others in the batch may have wanted more
+    return [
+        TokenLogprob(token, row[0], tuple(zip(map(int, row[1 + width :][:top]), row[1:][:top], strict=True)))
+        for token, row in zip(tokens, scores.tolist(), strict=True)
+    ]
 
 
 def _prepared(logits: torch.Tensor, sequences: Sequence[Drawable]) -> torch.Tensor:

@@ -82,9 +82,10 @@ def _decode_row(sequence: Sequence) -> Segment:
 
 
 def _chunk(sequence: Sequence, end: int) -> Segment:
-    if sequence.request.prompt_logprobs is not None:
-        wanted = Wanted.ALL
+    top = sequence.request.prompt_logprobs
+    if top is not None:
+        wanted = Wanted.SCORED
     else:
         # Every captured boundary keeps its logits, so that a prompt which ends there runs no forward at all.
         wanted = Wanted.LAST if end in sequence.kinds or end == sequence.prefill_end else Wanted.NONE
-    return Segment(sequence.slot, sequence.position, tuple(sequence.tokens[sequence.position : end]), wanted)
+    return Segment(sequence.slot, sequence.position, tuple(sequence.tokens[sequence.position : end]), wanted, top or 0)

@@ -34,10 +34,6 @@ class Helper:
         crew = start_crew(Mailbox(rows, pairs, hidden, memory.take), width, threads)
         return None if crew is None else cls(crew, memory, device)
 
-    def continue_from_host(self) -> None:
-        """The host asked by itself; the device counts on from there."""
-        self.number.copy_(self.crew.box.asked)
-
 
 @dataclass(slots=True, eq=False)
 class LayerHelper:

@@ -54,6 +54,7 @@ class PackedWeights:
         self._parts = make_parts(self.host_stacks, self.stacks, device)
         self._to_staging = [make_pieces(self.host_stacks, half, 0, device) for half in self._staging.halves]
         self.host_executor = HostExecutor(self._values, keep)
+        self._described = describe(self.host_stacks)
         self.helper: LayerHelper | None = None
 
     def most_rows(self, at_once: int) -> int:
@@ -85,10 +86,15 @@ class PackedWeights:
         missing = Missing(sources, self._parts, answer)
         return moe_missing(h, slots, weights, *self.stacks, shared, missing)
 
+    @property
+    def can_be_helped(self) -> bool:
+        """CPU threads can read its types."""
+        return self._described is not None
+
     def let_help(self, helper: Helper) -> None:
-        """From now on the CPU takes its share of every step through the ring, if it can read this layer's types."""
-        layer = describe(self.host_stacks)
-        self.helper = None if layer is None else LayerHelper(helper, layer, self.places)
+        """From now on the CPU takes its share of every step through the ring."""
+        assert self._described is not None, "only who can read a layer's types can help with it"
+        self.helper = LayerHelper(helper, self._described, self.places)
 
     def fill_staging(self) -> int:
         """Cold experts, whoever lies first, into one half of the staging area; gives their bytes."""

@@ -67,7 +67,7 @@ class SpanExperts:
     helps: bool = True  # CPU threads may take a share of a step
     _staging: dict[object, Staging] = field(default_factory=dict)
     _helper: Helper | None = None
-    _measured: bool = False  # the first layer has found out whether a helper is worth it
+    _measured: bool = False  # a layer has found out whether a helper is worth it
 
     def has_cold(self, experts: int) -> bool:
         return any(len(hot) < experts for hot in self.hot)
@@ -79,10 +79,10 @@ class SpanExperts:
         self._staging[_kind(stored)] = staging
 
     def bring_helper(self, weights: PackedWeights, used: int, width: int, x: torch.Tensor) -> None:
-        """Give the layer the helper of the span; the first one starts it and measures, with x [1, hidden], what it is
-        worth."""
+        """Give the layer the helper of the span, if it can read the layer's types; the first such layer starts it and
+        measures, with x [1, hidden], what it is worth."""
         pairs = max(self.ring)
-        if not self.helps or pairs < used:
+        if not self.helps or pairs < used or not weights.can_be_helped:
             return
         if not self._measured:
             self._measured = True
@@ -96,8 +96,7 @@ class SpanExperts:
     def _is_worth_it(helper: Helper, weights: PackedWeights, x: torch.Tensor) -> bool:
         """Whether the CPU takes any; how many is written where the device reads it."""
         weights.let_help(helper)
-        if weights.helper is None:
-            return False
+        assert weights.helper is not None, "it has just been given one"
         takes = measure_takes(weights, weights.helper, x)
         if helper.lost[0]:  # whoever does not answer looks quick
             log.warning("cold experts come over the link alone: the CPU threads did not answer")

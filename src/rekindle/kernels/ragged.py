@@ -29,6 +29,7 @@ class Ragged:
     rewindable: bool = False  # the batch's rows are kept for rewind
     noted: torch.Tensor | None = None  # int32 [2, segments]: a row whose query is noted, and where
     far: bool = False  # tables name pages by numbers that say where each lies, perhaps in host memory
+    coming: bool = False  # some pages are on their way to the device: every layer waits for its own
 
     @property
     def segments(self) -> int:

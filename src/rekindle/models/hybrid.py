@@ -13,7 +13,7 @@ import torch
 
 from rekindle.kernels.conv import conv_silu
 from rekindle.kernels.gated_delta import gated_delta_rows, gated_delta_step
-from rekindle.kernels.matmul import Matrix, multiply, multiply_all, swiglu
+from rekindle.kernels.matmul import Matrix, multiply, multiply_all, multiply_in_parts, swiglu
 from rekindle.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 from rekindle.kernels.ragged import Ragged
 from rekindle.kernels.rope import norm_rope_store
@@ -22,6 +22,10 @@ from rekindle.spec import AttentionSpec, DeltaSpec
 
 
 class MixerBlock(Protocol):
+    @property
+    def first(self) -> Matrix:
+        """The largest of those that it reads at first."""
+
     def forward(self, h: torch.Tensor, rows: Ragged, state: LayerState) -> torch.Tensor: ...
 
 
@@ -42,18 +46,24 @@ class AttentionBlock:
     k_norm: torch.Tensor | None
     frequencies: torch.Tensor
     eps: float
+    then: Matrix | None = None  # what is read behind `out`: its beginning may be fetched meanwhile
+
+    @property
+    def first(self) -> Matrix:
+        return self.q
 
     def forward(self, h: torch.Tensor, rows: Ragged, state: LayerState) -> torch.Tensor:
         assert isinstance(state, KvState)
         spec, n = self.spec, h.shape[0]
-        q, k, v = multiply_all(h, [self.q, self.k, self.v], then=self.out)
+        # v goes first: it often has more bits than the others, and its programs then take longest.
+        v, q, k = multiply_all(h, [self.v, self.q, self.k], then=self.out)
         q = q.view(n, spec.heads, -1)
         k, v = k.view(n, spec.kv_heads, spec.head_dim), v.view(n, spec.kv_heads, spec.head_dim)
         query = norm_rope_store(
             q[:, :, : spec.head_dim], k, v, self.q_norm, self.k_norm, self.eps, self.frequencies, state.kv, rows
         )
         gate = q[:, :, spec.head_dim :] if spec.gated else None
-        return multiply(state.attend(query, rows, spec.head_dim**-0.5, gate), self.out)
+        return multiply(state.attend(query, rows, spec.head_dim**-0.5, gate), self.out, then=self.then)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,11 @@ class DeltaBlock:
     dt_bias: torch.Tensor  # [value_heads]
     norm: torch.Tensor  # [value_dim]
     eps: float
+    then: Matrix | None = None  # as in AttentionBlock
+
+    @property
+    def first(self) -> Matrix:
+        return self.qkv
 
     def forward(self, h: torch.Tensor, rows: Ragged, state: LayerState) -> torch.Tensor:
         assert isinstance(state, DeltaState)
@@ -82,7 +97,7 @@ class DeltaBlock:
                 inputs, self.conv, state.windows, a, b, self.decay, self.dt_bias, state.states, rows, self.spec,
                 z, self.norm, self.eps,
             )  # fmt: skip
-        return multiply(mixed, self.out)
+        return multiply(mixed, self.out, then=self.then)
 
     def _mix_keeping_rows(
         self, inputs: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rows: Ragged, state: DeltaState
@@ -101,16 +116,18 @@ class DenseFfn:
     gate: Matrix
     up: Matrix
     down: Matrix
+    then: Matrix | None = None  # what is read behind `down`
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return multiply(swiglu(h, self.gate, self.up, then=self.down), self.down)
+        return multiply_in_parts(swiglu(h, self.gate, self.up, then=self.down), self.down, then=self.then)
 
 
 @dataclass(frozen=True, slots=True)
 class HybridLayer:
     """Norm, mixer, residual; norm, feed-forward, residual.
 
-    The residual sum is carried as two tensors (x, y): the sum is taken inside the next norm, which reads both anyway.
+    The residual sum is carried as two tensors (x, y): the sum is taken inside the next norm, which reads both anyway,
+    also where y is in parts (`multiply_in_parts`).
     """
 
     index: int

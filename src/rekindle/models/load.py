@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,16 @@ def load_span(
     return _Loader(file, span, device, dtype, on_progress, experts).load()
 
 
+def _linked(layer: HybridLayer, behind: HybridLayer | None) -> HybridLayer:
+    """The layer, with blocks that know what is read behind them. With routed experts nobody knows it so early."""
+    if not isinstance(layer.ffn, DenseFfn):
+        return layer
+    assert isinstance(layer.mixer, AttentionBlock | DeltaBlock), "as they were just loaded"
+    mixer = replace(layer.mixer, then=layer.ffn.gate)
+    ffn = replace(layer.ffn, then=None if behind is None else behind.mixer.first)
+    return replace(layer, mixer=mixer, ffn=ffn)
+
+
 @dataclass
 class _Loader:
     file: WeightFile
@@ -47,13 +57,13 @@ class _Loader:
     def load(self) -> ModelSpan:
         spec = self.file.spec
         self.total = self._total_bytes()
-        layers = tuple(self.layer(index) for index in self.span.layers)
+        layers = [self.layer(index) for index in self.span.layers]
         return ModelSpan(
             spec=spec,
             span=self.span,
             device=self.device,
             dtype=self.dtype,
-            layers=layers,
+            layers=tuple(map(_linked, layers, [*layers[1:], None])),
             embedding=load_embedding(self.file, self.device, self.dtype) if self.span.start == 0 else None,
             head=self.head() if self.span.stop == spec.layers else None,
         )

@@ -10,7 +10,7 @@ import torch
 
 from rekindle.experts import ExpertSet, RoutedFfn
 from rekindle.kernels.matmul import Matrix, multiply
-from rekindle.kernels.norm import rms_norm
+from rekindle.kernels.norm import add, rms_norm
 from rekindle.kernels.ragged import Ragged
 from rekindle.models.embedding import Embedding
 from rekindle.models.hybrid import HybridLayer
@@ -91,7 +91,7 @@ class ModelSpan:
         y: torch.Tensor | None = None
         for layer in self.layers:
             x, y = layer.forward(x, y, rows, states[layer.index])
-        return x if y is None else x + y
+        return x if y is None else add(x, y)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] logits, in the type of the activations."""

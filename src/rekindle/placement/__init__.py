@@ -5,7 +5,7 @@ from __future__ import annotations
 from rekindle.placement.advice import alternatives
 from rekindle.placement.place import moved_bytes
 from rekindle.placement.plan import make_plan
-from rekindle.placement.reserve import kv_token_bytes
+from rekindle.placement.reserve import expanded_values, kv_token_bytes
 from rekindle.placement.shapes import known_shapes
 from rekindle.placement.show import plan_as_json, show_plan
 from rekindle.placement.sizes import sizes_from_tensors
@@ -33,6 +33,7 @@ __all__ = [
     "StagePlan",
     "Wishes",
     "alternatives",
+    "expanded_values",
     "known_shapes",
     "kv_token_bytes",
     "make_plan",

@@ -2,7 +2,8 @@
 
 Everything that could be bought stands in one list, in an order that does not know the budget. A stage buys from its
 start until the money is out. So more memory buys a longer piece of the same list: never fewer experts, never a smaller
-pool. The context limit only decides how many pages stand at the end of the list, behind the last expert.
+pool. The context limit only decides how many pages stand at the end of the list, behind the last expert. Devices whose
+split is chosen for them walk it together (reach.py).
 
     least pages │ floor of experts │ experts, and a page for each page's worth of them, up to the target │ experts
                                                                           │ pages up to every sequence at its limit
@@ -10,6 +11,7 @@ pool. The context limit only decides how many pages stand at the end of the list
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +38,15 @@ class Shelf:
     @property
     def expert_bytes(self) -> int:
         return sum(layer.expert * layer.experts for layer in self.layers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A stage's part of what all devices buy together."""
+
+    experts: int  # of the shelf's order
+    pages: int
+    whole: bool  # every expert of the model, in this stage and in the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,26 @@ def buy(shelf: Shelf, room: int) -> Bought | None:
         room -= cost
         spent += cost if place >= shelf.floor else 0
     return Bought(resident, pages + _last_pages(shelf, room, pages))
+
+
+def buy_share(shelf: Shelf, share: Share, room: int) -> Bought:
+    """That and no more, for as long as others have cold experts; else the rest of the room is for pages."""
+    counts = Counter(shelf.order[: share.experts])
+    resident = {layer: counts[layer] for layer in shelf.layers}
+    if not share.whole:
+        return Bought(resident, share.pages if shelf.page_bytes else shelf.full)
+    left = room - shelf.expert_bytes - share.pages * shelf.page_bytes
+    return Bought(resident, share.pages + _last_pages(shelf, left, share.pages))
+
+
+def spare_slots(shelf: Shelf, share: Share, room: int) -> Counter[int]:
+    """Ring slots per layer that so much room has place for: an expert behind the share may be there, but is not hot."""
+    spare = Counter[int]()
+    for layer in shelf.order[share.experts :] if share.experts >= shelf.floor else ():
+        if (size := shelf.layers[layer].expert) <= room:
+            spare[layer] += 1
+            room -= size
+    return spare
 
 
 def _last_pages(shelf: Shelf, room: int, pages: int) -> int:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from rekindle.errors import BadConfig, DoesNotFit
-from rekindle.placement.buy import Bought, Shelf, buy, buying_order, check_counts, hot_of, ranked_experts
+from rekindle.placement.buy import (
+    Bought,
+    Share,
+    Shelf,
+    buy,
+    buy_share,
+    buying_order,
+    check_counts,
+    hot_of,
+    ranked_experts,
+    spare_slots,
+)
+from rekindle.placement.reach import CommonList, Reach, largest
 from rekindle.placement.reserve import (
     KEYED_PAGES,
     REMOTE_STOCK,
@@ -27,13 +40,14 @@ from rekindle.placement.reserve import (
     stock_bytes,
     weight_bytes,
 )
-from rekindle.placement.split import best_spans, spans_from_wish
+from rekindle.placement.split import best_spans, can_tile, spans_from_wish
 from rekindle.placement.types import (
     CAPTURES,
     LONGEST_CONTEXT,
     SNAPSHOTS,
     Device,
     Item,
+    LayerSizes,
     Machine,
     Plan,
     Sizes,
@@ -52,6 +66,16 @@ ENDLESS = 1 << 60  # bytes of RAM that nothing fills
 
 
 @dataclass(frozen=True, slots=True)
+class Space:
+    """What a span finds on a device, in bytes."""
+
+    room: int  # for experts, pages and staging
+    page_bytes: int
+    staging: int  # that only cold experts need
+    least: int  # with which it runs at all
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """A stage before its experts and pages are chosen."""
 
@@ -60,6 +84,7 @@ class Draft:
     fixed: tuple[Item, ...]  # without the margin
     shelf: Shelf
     staging: int = 0  # bytes that only a stage with cold experts needs
+    share: Share | None = None  # of what all devices buy together; None where the stage buys for itself
 
     @property
     def room(self) -> int:
@@ -72,7 +97,9 @@ class Draft:
         return self.budget_for(self.shelf.least, self.staging)
 
     def buy(self, shelf: Shelf | None = None) -> Bought | None:
-        """What the room buys: everything, or as much as fits beside the staging area."""
+        """What the room buys: its share, or everything, or as much as fits beside the staging area."""
+        if shelf is None and self.share is not None:
+            return buy_share(self.shelf, self.share, self.room)
         shelf = shelf or self.shelf
         bought = buy(shelf, self.room)
         if bought is None or not bought.leaves_cold(shelf):
@@ -84,6 +111,12 @@ class Draft:
         fixed = sum(item.bytes for item in self.fixed)
         return smallest_budget(fixed + pages * self.shelf.page_bytes + experts)
 
+    def left(self, bought: Bought) -> int:
+        """Bytes of the room that are still free."""
+        experts = sum(count * self.shelf.layers[layer].expert for layer, count in bought.resident.items())
+        staging = self.staging if bought.leaves_cold(self.shelf) else 0
+        return self.room - experts - staging - bought.pages * self.shelf.page_bytes
+
 
 class Placer:
     """Shared by the plan, its reasons and its alternatives, so that all of them count alike."""
@@ -94,17 +127,23 @@ class Placer:
         self._weighers = [Weigher(spec, sizes.on(device)) for device in machine.devices]
         self._kv_page = PAGE * kv_token_bytes(spec, wishes.kv_type)  # of one layer
         self.least, self.target, self.most = _pool_sizes(wishes)
+        self._order = buying_order(spec, expert_layers(sizes, spec.whole), wishes)
+        self._spaces: dict[tuple[int, int, int], Space] = {}  # by device and span
+        self._besides: dict[tuple[int, int, int], int] = {}  # by device and numbers of layers
 
     def place(self, frugal: tuple[Span, ...] | None = None) -> Plan:
-        """On the best split; where that one wants more RAM than there is, on the one that needs least of it.
+        """On the best split; where that one wants more RAM than there is every device buys for itself, which leaves
+        fewer experts cold; beside stages in RAM on the split that needs least of it.
 
         To look for that one takes seconds on three devices: `frugal` is one to try instead.
         """
-        spans = self.spans()
-        stages = self._stages(spans)
-        if stages is None and len(spans) > 1 and self.wishes.split is None and self.has_host_stage:
-            spans = frugal or self._with_ram(ENDLESS).frugal_spans()
-            stages = self._stages(spans)
+        spans, chosen = self.spans(), len(self.machine.devices) > 1 and self.wishes.split is None
+        drafts = self.drafts(spans)
+        stages = self._stages(self._with_shares(drafts) if chosen else drafts)
+        if stages is None and chosen:
+            if self.has_host_stage:
+                spans = frugal or self._with_ram(ENDLESS).frugal_spans()
+            stages = self._stages(self.drafts(spans))
         if stages is None:
             self._refuse(spans)
         return self._with_host(stages)
@@ -121,7 +160,7 @@ class Placer:
             return (self.spec.whole,)
         if self.wishes.split is not None:
             return spans_from_wish(self.wishes.split, devices, layers)
-        return self._best_spans(self._shortfall)
+        return self._furthest_spans()
 
     def frugal_spans(self) -> tuple[Span, ...]:
         """The split that needs least RAM, of those that miss least memory elsewhere."""
@@ -139,18 +178,20 @@ class Placer:
         routed = expert_layers(self.sizes.on(device), span)
         if device.is_cpu:  # RAM is where cold experts would be, so there all of them are hot
             fixed, routed = [*fixed, Item("hot experts", weights.experts)], {}
-        shelf = Shelf(
-            order=buying_order(self.spec, routed, self.wishes),
+        return Draft(device, span, tuple(fixed), self._shelf(routed, weights.attention_layers), staging_bytes(routed))
+
+    def _shelf(self, routed: dict[int, LayerSizes], attention_layers: int) -> Shelf:
+        return Shelf(
+            order=tuple(layer for layer in self._order if layer in routed) if routed else (),
             floor=sum(min(self.spec.ffn.used, layer.experts) for layer in routed.values()),
             layers=routed,
-            page_bytes=weights.attention_layers * self._kv_page,
+            page_bytes=attention_layers * self._kv_page,
             least=self.least,
             target=self.target,
             most=self.most,
             full=self.wishes.full_pages,
             powers_of_two=self.wishes.power_of_two_pool,
         )
-        return Draft(device, span, tuple(fixed), shelf, staging_bytes(routed))
 
     def _fixed(self, index: int, weights: SpanWeights) -> list[Item]:
         device, first, last = self.machine.devices[index], index == 0, index == len(self.machine.devices) - 1
@@ -158,14 +199,16 @@ class Placer:
 
     def _stage(self, draft: Draft, ceiling: int) -> StagePlan:
         """With at most `ceiling` pages where it lives in RAM, which others need too."""
-        shelf = draft.shelf
-        if draft.device.host and shelf.page_bytes:
-            shelf = replace(shelf, target=min(shelf.target, ceiling), ceiling=ceiling)
+        shelf = None
+        if draft.device.host and draft.shelf.page_bytes:
+            shelf = replace(draft.shelf, target=min(draft.shelf.target, ceiling), ceiling=ceiling)
         bought = draft.buy(shelf)
         assert bought is not None, "budgets were checked before anything was bought"
         hot = tuple(self._hot(draft, bought, layer) for layer in draft.span.layers)
+        spare = self._spare(draft, bought)
         ring = tuple(
-            bought.resident.get(layer, len(ids)) - len(ids) for layer, ids in zip(draft.span.layers, hot, strict=True)
+            bought.resident.get(layer, len(ids)) - len(ids) + spare[layer]
+            for layer, ids in zip(draft.span.layers, hot, strict=True)
         )
         layers = [self.sizes.on(draft.device).layers[layer] for layer in draft.span.layers]
         experts = [
@@ -202,35 +245,100 @@ class Placer:
         count = hot_of(bought.resident[layer], experts, self.spec.ffn.used, self.wishes.ring_share)
         return tuple(ranked[:count])
 
+    def _spare(self, draft: Draft, bought: Bought) -> Counter[int]:
+        """Further ring slots per layer, where a device has room beside its share; none for who wants no ring."""
+        if draft.share is None or draft.share.whole or not self.wishes.ring_share:
+            return Counter()
+        return spare_slots(draft.shelf, draft.share, draft.left(bought))
+
     # The split
+
+    def _furthest_spans(self) -> tuple[Span, ...]:
+        """The split that reaches furthest in the list of all devices; of equals the fastest."""
+        layers, devices = self.spec.layers, len(self.machine.devices)
+
+        def tiles(reach: Reach) -> bool:
+            return can_tile(layers, devices, lambda index, span: self._holds(index, span, reach))
+
+        reach = self._list().furthest(tiles)
+        if reach is None:
+            return self._best_spans(lambda index, span: (self._missing(index, span), 0))
+        return self._best_spans(lambda index, span: (not self._holds(index, span, reach), 0))
+
+    def _with_shares(self, drafts: list[Draft]) -> list[Draft]:
+        """Of the furthest place that all of them reach; as they are if there is none."""
+        spans = [draft.span for draft in drafts]
+        reach = self._list().furthest(lambda reach: all(self._holds(i, span, reach) for i, span in enumerate(spans)))
+        if reach is None:
+            return drafts
+        return [
+            # in RAM, which others need too, pages are shared out later
+            draft if draft.device.host else replace(draft, share=reach.share_of(draft.span))
+            for draft in drafts
+        ]
+
+    def _list(self) -> CommonList:
+        """Pages for more than one sequence at the context limit are worth less than speed, unless all fit; a pool
+        beyond its target is worth less than the time of a CPU, which would get the layers for it."""
+        shelf = self._shelf(expert_layers(self.sizes, self.spec.whole), len(self.spec.attention_layers()))
+        if any(device.is_cpu or device.host for device in self.machine.devices):
+            shelf = replace(shelf, most=shelf.target, full=shelf.target)
+        else:
+            shelf = replace(shelf, most=min(shelf.most, max(shelf.target, pages_for(self.wishes.context))))
+        return CommonList(shelf, self.spec.layers)
+
+    def _holds(self, index: int, span: Span, reach: Reach) -> bool:
+        """Whether a device has room for its layers' part of everything up to there."""
+        space = self._space(index, span)
+        experts = 0 if self.machine.devices[index].is_cpu else reach.cost(span)
+        needed = experts + reach.pages * space.page_bytes + (0 if reach.whole else space.staging)
+        return space.room >= max(needed, space.least)
+
+    def _missing(self, index: int, span: Span) -> int:
+        """Bytes missing to run at all."""
+        space = self._space(index, span)
+        return max(0, space.least - space.room)
+
+    def _space(self, index: int, span: Span) -> Space:
+        """As a draft would say, without its shelf; asked for every span of every device, so it is kept."""
+        found = self._spaces.get((index, span.start, span.stop))
+        if found is None:
+            device, weights = self.machine.devices[index], self._weighers[index].weigh(span)
+            page = weights.attention_layers * self._kv_page
+            staging = 0 if device.is_cpu else staging_bytes(expert_layers(self.sizes.on(device), span))
+            taken = weights.mixers + weights.dense + weights.shared + (weights.experts if device.is_cpu else 0)
+            beside = self._beside(index, weights.attention_layers, weights.delta_layers)
+            room = device.budget - margin(device.budget) - taken - beside
+            found = Space(room, page, staging, self.least * page + staging)
+            self._spaces[index, span.start, span.stop] = found
+        return found
+
+    def _beside(self, index: int, attention_layers: int, delta_layers: int) -> int:
+        """Bytes of the fixed items beside the weights of the layers."""
+        key = (index, attention_layers, delta_layers)
+        if key not in self._besides:
+            weights = SpanWeights(0, 0, 0, 0, attention_layers, delta_layers)
+            self._besides[key] = sum(item.bytes for item in self._fixed(index, weights))
+        return self._besides[key]
 
     def _best_spans(self, cost: Callable[[int, Span], tuple[int, int]]) -> tuple[Span, ...]:
         return best_spans(self.spec.layers, [device.speed for device in self.machine.devices], cost)
 
-    def _shortfall(self, index: int, span: Span) -> tuple[int, int]:
-        """Bytes missing to run at all, and to keep every expert hot beside the target pool."""
-        device, weights = self.machine.devices[index], self._weighers[index].weigh(span)
-        page = weights.attention_layers * self._kv_page
-        room = device.budget - margin(device.budget) - sum(item.bytes for item in self._fixed(index, weights))
-        staging = staging_bytes(expert_layers(self.sizes.on(device), span))
-        needed = self.least * page + (weights.experts if device.is_cpu else staging)
-        return max(0, needed - room), max(0, self.target * page + weights.experts - room)
-
     def _ram_cost(self, index: int, span: Span) -> tuple[int, int]:
         """Bytes missing to run at all, and RAM that the stage takes with the smallest pool."""
-        missing, _ = self._shortfall(index, span)
+        missing = self._missing(index, span)
         if missing:
             return missing, 0
         return 0, self._ram_needed([self._stage(self._draft(index, span), self.least)], self.least)
 
     # The host
 
-    def _stages(self, spans: tuple[Span, ...]) -> list[StagePlan] | None:
+    def _stages(self, drafts: list[Draft]) -> list[StagePlan] | None:
         """With the pools that RAM has room for; None where even the smallest do not fit.
 
         One sequence at the context limit comes first, then snapshots, then pages for more sequences.
         """
-        drafts, full = self.drafts(spans), self.wishes.full_pages
+        full = self.wishes.full_pages
         if any(draft.device.budget < draft.least_budget for draft in drafts):
             return None
         bought = [None if draft.device.host else self._stage(draft, full) for draft in drafts]
@@ -246,7 +354,7 @@ class Placer:
         if all(bought):
             return stages(full)
         apart = max(0, min(self.apart(self.machine.ram), left(max(self.least, pages_for(self.wishes.context)))))
-        return stages(_largest(self.least, full, lambda ceiling: left(ceiling) >= apart))
+        return stages(largest(self.least, full, lambda ceiling: left(ceiling) >= apart))
 
     def apart(self, ram: int) -> int:
         """RAM that is wanted for captures and snapshots before further pages."""
@@ -428,15 +536,4 @@ def _evicted_bytes(stages: list[StagePlan], pages: int) -> int:
 
 def _most_pages(stages: list[StagePlan], left: int, low: int, high: int) -> int:
     """The most pages in [low, high] whose evicted part fits; low is known to."""
-    return _largest(low, high, lambda pages: _evicted_bytes(stages, pages) <= left)
-
-
-def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest number in [low, high] that fits; low is known to, and whatever is smaller than one that does."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return largest(low, high, lambda pages: _evicted_bytes(stages, pages) <= left)

@@ -192,7 +192,7 @@ def _work_items(
         Item("page keys", KEY_COPIES * KEYED_PAGES * keys if chooses_by_keys(wishes) else 0),
         Item("activations", rows * _row_bytes(spec, wishes.compute_bytes)),
         Item("logits", 2 * decode_rows * spec.vocab * F32 if last else 0),  # logits, and the sampler's copy
-        Item("expand scratch", min(sizes.widest, EXPANDED) * wishes.compute_bytes),
+        Item("expand scratch", expanded_values(sizes) * wishes.compute_bytes),
         Item("attention partials", partials if has_attention else 0),
         Item("delta scratch", _delta_scratch(spec, rows) if has_delta else 0),
         Item("kernels and runtime", RUNTIME if gpu else 0),
@@ -218,6 +218,11 @@ def _delta_scratch(spec: ModelSpec, rows: int) -> int:
     assert spec.delta is not None, "a DeltaNet layer in a model without DeltaNet sizes"
     per_row = 4 * spec.delta.key_dim + 3 * spec.delta.value_dim + 5 * SUB_CHUNK
     return rows * spec.delta.value_heads * per_row * F32
+
+
+def expanded_values(sizes: Sizes) -> int:
+    """Quantised weights that a stage has as values at one time: in one buffer, that all its products share."""
+    return min(sizes.widest, EXPANDED)
 
 
 def pins_ram(device: Device) -> bool:

@@ -83,6 +83,20 @@ def best_spans(layers: int, speeds: Sequence[float], cost: Callable[[int, Span],
     return best[layers][1]
 
 
+def can_tile(layers: int, devices: int, fits: Callable[[int, Span], bool]) -> bool:
+    """Whether the devices can share the layers, each at least one. What fits a span fits every part of it."""
+    stops = {0}  # where the devices so far may end
+    for i in range(devices):
+        last, reached, stop = layers - (devices - 1 - i), set[int](), 0
+        for start in sorted(stops):
+            stop = max(stop, start)  # whatever an earlier start reaches a later one does
+            while stop < last and fits(i, Span(start, stop + 1)):
+                stop += 1
+            reached.update(range(start + 1, stop + 1))
+        stops = reached
+    return layers in stops
+
+
 def parse_split(text: str, devices: int, layers: int) -> tuple[float, ...] | None:
     """'0.5,0.5' weights, '20,20' layer counts, 'auto' None; checked, so that Wishes.split can take it as it is."""
     if text.strip().lower() == AUTO:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rekindle.kernels.attention.rows import from_rows
 from rekindle.spec import PAGE
 
 KvMode = Literal["exact", "sparse"]
@@ -39,35 +38,6 @@ def choose(sealed: int, room: int, scores: Sequence[float] | np.ndarray | None) 
     if scores is not None:
         rest = rest[np.argsort(np.asarray(scores)[SINK:tail], kind="stable")]  # of equals the latest are the best
     return (*range(SINK), *np.sort(rest[len(rest) - left :]).tolist(), *range(tail, sealed))
-
-
-def key_directions(keys: Tensor) -> Tensor:
-    """The mean keys of sealed pages as directions, from their keys [layers, pages, PAGE, kv_heads, row].
-
-    float16 [pages, layers, kv_heads, dim]. Keys are stored turned by their position, so the mean is of turned keys.
-    Summed in halves: the bits of a page do not depend on the pages beside it.
-    """
-    sums = _sum_halves(from_rows(keys), 2)
-    lengths = _sum_halves(sums.square(), 3).sqrt().clamp_min(1e-12)
-    return (sums / lengths.unsqueeze(3)).transpose(0, 1).half()
-
-
-def _sum_halves(x: Tensor, dim: int) -> Tensor:
-    """The sum over a dimension of 2^n."""
-    while (size := x.shape[dim]) > 1:
-        assert size % 2 == 0, f"{size} values have no two halves"
-        x = x.narrow(dim, 0, size // 2) + x.narrow(dim, size // 2, size // 2)
-    return x.squeeze(dim)
-
-
-def score_pages(keys: Tensor, query: Tensor) -> Tensor:
-    """How well pages answer a query: the best head's cosine, averaged over the layers. float32 [pages].
-
-    keys [pages, layers, kv_heads, dim] directions; query [layers, heads, dim], turned by its position.
-    """
-    grouped = torch.nn.functional.normalize(query.float(), dim=-1).unflatten(1, (keys.shape[2], -1))
-    cosines = torch.einsum("plkd,lkgd->plkg", keys.float(), grouped)
-    return cosines.flatten(2).amax(-1).mean(-1)
 
 
 def deciding_row(position: int, end: int, rewindable: bool) -> int | None:
@@ -128,9 +98,11 @@ NOBODY = Queries()
 class Scores:
     """Of the pages that a query chooses among, for a sequence of so many sealed pages; on their way to the host."""
 
-    def __init__(self, scores: Tensor, query: Tensor, sealed: int) -> None:
+    def __init__(self, scores: Tensor, query: Tensor, sealed: int, room: int) -> None:
         self._query = query
         self._sealed = sealed
+        self._room = room
+        self._chosen: tuple[int, ...] | None = None
         self._scores = scores
         self._arrived: torch.cuda.Event | None = None
         if scores.is_cuda:
@@ -141,7 +113,15 @@ class Scores:
     def serve(self, query: Tensor, sealed: int) -> bool:
         return self._query is query and self._sealed == sealed
 
-    def get(self) -> np.ndarray:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._scores.numpy()
+    def look(self) -> None:
+        """Choose now if they are here: at the edge of the page the device would wait for the host meanwhile."""
+        if self._chosen is None and (self._arrived is None or self._arrived.query()):
+            self.chosen()
+
+    def chosen(self) -> tuple[int, ...]:
+        """The pages that they choose; waits for them."""
+        if self._chosen is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            self._chosen = choose(self._sealed, self._room, self._scores.numpy())
+        return self._chosen

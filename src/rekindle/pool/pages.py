@@ -26,6 +26,7 @@ from rekindle.kernels.paging import fetch_pages
 from rekindle.pool.choice import NOBODY, SINK, TAIL, Noted, Queries, Scores, is_kept
 from rekindle.pool.copies import STOCK, HostCopies, Together, has_failed, in_one_piece
 from rekindle.pool.homes import Homes, sent
+from rekindle.pool.returns import Returns
 from rekindle.snapshots.types import Page, Ready
 from rekindle.spec import PAGE
 
@@ -156,7 +157,7 @@ class PagePool:
         self._free = list(range(places - 1, -1, -1))  # popped from the end: ascending, so runs are contiguous
         self._live: dict[Page, HeldPage] = {}  # first layer's host copy -> the page that has it
         self._leaving: list[tuple[Worth, HeldPage]] | None = None  # who may go away, the first to go at the end
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.returns = Returns(layers, device) if device.type == "cuda" else None
         self.copies = HostCopies(device, slabs)
         # While a table is restored all its pages are away, whatever places are free.
         self.homes = Homes(self.kv, self.total) if self.copies.pinned and layers else None
@@ -198,6 +199,7 @@ class PagePool:
 
     def tick(self, tables: Sequence[PageTable]) -> None:
         """These sequences run now."""
+        self.join()
         self.copies.let_go()
         self.clock += 1
         for table in tables:
@@ -251,6 +253,7 @@ class PagePool:
             self._held += 1
             data = self.all_data(page)
             self._aside(lambda: self._write(own, data))
+            self.join()
             self._release([page])
             table.pages[-1] = own
             self._moves += 1
@@ -259,6 +262,7 @@ class PagePool:
             self._moves += 1
             data, (page.place,) = self.all_data(page), self._places_to_write(1)
             self._aside(lambda: self._write(page, data))
+            self.join()
         self._forget_copies([page])
         page.keys = None
 
@@ -376,7 +380,8 @@ class PagePool:
     # Paging
 
     def bring_back(self, table: PageTable) -> None:
-        """Give places to the attended pages that are away: sink and tail first, then the latest."""
+        """Give places to the attended pages that are away: sink and tail first, then the latest. On a GPU they may be
+        under way for a while: whoever reads them waits, for his layer or, by `join`, for all."""
         if not self.away:
             return
         away = [i for i in self._hopeful(table) if table.pages[i].place is None]
@@ -393,6 +398,7 @@ class PagePool:
         try:
             self._aside(lambda: self._fetch(coming))
         except BaseException:
+            self.join()
             self._go_back(coming)
             raise
         self.count(page_ins=len(coming))
@@ -451,9 +457,8 @@ class PagePool:
         worths: dict[HeldPage, tuple[Worth, int, int]] = {}
         for table in self.tables:
             chosen = None if table.chosen is None else set(table.chosen)
-            for i, page in enumerate(table.pages[: table.sealed]):
-                if page.place is None:
-                    continue
+            resident = [(i, page) for i, page in enumerate(table.pages[: table.sealed]) if page.place is not None]
+            for i, page in resident:
                 attended = Worth.WANTED if chosen is None or i in chosen else Worth.SPARE
                 worth = Worth.KEPT if is_kept(i, table.sealed) else attended
                 # Among equals whoever ran longest ago gives first, and of a sequence the oldest page; the sink is last.
@@ -478,17 +483,27 @@ class PagePool:
         self.count(page_outs=len(pages))
 
     def _aside(self, move: Callable[[], None]) -> None:
-        """On a stream of its own, so that the host goes on; the layers wait for it, and it for whoever still reads."""
-        if self._stream is None:
+        """On a stream of its own, so that the host and the layers before go on."""
+        if self.returns is None:
             move()
             return
-        current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                move()
-        finally:
-            current.wait_stream(self._stream)
+        with self.returns.handing_over():
+            move()
+
+    @property
+    def under_way(self) -> bool:
+        """Some pages are on their way back, and not yet waited for."""
+        return self.returns is not None and self.returns.under_way
+
+    def wait_for(self, layer: int) -> None:
+        """What is handed to the device from now on finds the pages of this layer in their places."""
+        if self.returns is not None:
+            self.returns.wait_for(layer)
+
+    def join(self) -> None:
+        """The same of all layers."""
+        if self.returns is not None:
+            self.returns.join()
 
     def _write(self, page: HeldPage, data: Sequence[torch.Tensor]) -> None:
         """data, one [2, PAGE, kv_heads, row] per layer, to the place of the page."""
@@ -499,14 +514,20 @@ class PagePool:
         """Copies in host memory to the places of the pages; a GPU reads those that are pinned itself."""
         pinned = {page.berth: page.place for page in pages if page.berth is not None and page.place is not None}
         others = [page for page in pages if page.berth is None]
-        if self.homes is not None and pinned:
-            targets, sources = self.homes.of([*pinned.values()]), self.homes.of([*pinned.keys()])
-            fetch_pages(targets, sources, self.homes.page_bytes)
         if self.copies.pinned and others:
             self._upload(others)
-            return
-        for page in others:
-            self._write(page, [copy.data for copy in page.copies or ()])
+        elif others:
+            for page in others:
+                self._write(page, [copy.data for copy in page.copies or ()])
+        ways = None
+        if self.homes is not None and pinned:
+            ways = self.homes.of([*pinned.values()]), self.homes.of([*pinned.keys()])
+        for layer in range(len(self.kv)):
+            if ways is not None and self.homes is not None:
+                targets, sources = (way[layer : layer + 1] for way in ways)
+                fetch_pages(targets, sources, self.homes.page_bytes, quietly=True)
+            if self.returns is not None:
+                self.returns.all_handed_over(layer)
 
     def _upload(self, pages: Sequence[HeldPage]) -> None:
         """Pages that are not pinned, as many at a time as a slab holds, with all their layers."""

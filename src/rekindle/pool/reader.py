@@ -34,7 +34,7 @@ from rekindle.kernels.attention import (
     sigmoid_gate,
 )
 from rekindle.kernels.attention.naive import ROWS
-from rekindle.kernels.paging import fetch_pages
+from rekindle.kernels.paging import fetch_pages, key_directions, score_pages
 from rekindle.kernels.ragged import Ragged
 from rekindle.pool.choice import (
     SINK,
@@ -46,8 +46,6 @@ from rekindle.pool.choice import (
     Scores,
     choose,
     deciding_row,
-    key_directions,
-    score_pages,
 )
 from rekindle.pool.homes import sent
 from rekindle.pool.pages import HeldPage, Laid, PagePool, PageTable, Undo
@@ -94,6 +92,7 @@ class Seat:
     noted: int | None  # the row of the batch whose query is noted …
     table: int  # … for this table
     far: bool = False  # some of the batch's pages are away, and read where they lie
+    coming: bool = False  # some are on their way back: every layer waits for its own
 
 
 class PoolReader:
@@ -110,8 +109,14 @@ class PoolReader:
         self._away = 0  # pages that the prepared batch attends, but the device does not hold
         self._readable = False  # the device reads them where they lie
         self._rewindable = False
-        self._queries: Tensor | None = None  # [layers, tables + 1, heads, dim] float32; the last place is for padding
+        self._queries: Tensor | None = None  # [layers, tables + 1, heads, dim]; the last place is for padding
+        self._noting: Tensor | None = None  # what the rows of the forward under way note, as its first layer read it
         self._staging: _Staging | None = None
+        if mode == "sparse" and pool.kv and pool.device.type == "cuda":
+            # Compiled now, not amid a request.
+            keys = pool.kv[0].new_empty(len(pool.kv), 0, *pool.kv[0].shape[2:])
+            directions = key_directions(keys)
+            score_pages(directions, directions.new_empty(directions.shape[1:], dtype=torch.float32))
 
     def far(self, rows: int) -> bool:
         """Whether segments of so many rows, over what the prepared batch attends, read some pages where they lie."""
@@ -136,6 +141,7 @@ class PoolReader:
                 reach.decides if noting else None,
                 reach.table.number,
                 far,
+                self.pool.under_way,
             )
             for reach in self._reaches
         ]
@@ -148,6 +154,8 @@ class PoolReader:
         if self.mode == "sparse":
             for table in tables:
                 self._choose(table)
+                if table.scores is not None:
+                    table.scores.look()
         for segment, table in zip(segments, tables, strict=True):
             self.pool.extend(table, segment.end)
         for table in tables:
@@ -188,6 +196,7 @@ class PoolReader:
             if table.queries.next is not None:
                 self._score(table, table.queries.next, table.sealed + 1)
         self.pool.bring_back(table)
+        self.pool.join()
 
     def _choose(self, table: PageTable) -> None:
         if table.chosen is not None:
@@ -195,8 +204,10 @@ class PoolReader:
         sealed, query = table.sealed, table.queries.now
         if query is not None and not (table.scores is not None and table.scores.serve(query, sealed)):
             self._score(table, query, sealed)
-        scores = None if query is None or table.scores is None else table.scores.get()
-        table.chosen = choose(sealed, self._room(sealed), scores)
+        if query is None or table.scores is None:
+            table.chosen = choose(sealed, self._room(sealed), None)
+        else:
+            table.chosen = table.scores.chosen()
         self.pool.count(choices=1)
 
     def _room(self, sealed: int) -> int:
@@ -210,9 +221,10 @@ class PoolReader:
         Pages of the tail are chosen in any case. The same pages are scored together whenever that is: the same bits.
         """
         table.scores = None
-        if sealed > self._room(sealed):
+        room = self._room(sealed)
+        if sealed > room:
             keys = self._keys(table, max(SINK, sealed - TAIL))
-            table.scores = Scores(score_pages(keys, query), query, sealed)
+            table.scores = Scores(score_pages(keys, query), query, sealed, room)
 
     def _keys(self, table: PageTable, count: int) -> Tensor:
         """Of its first pages; only those that nobody asked for before are new."""
@@ -241,6 +253,8 @@ class PoolReader:
         table, end, noted = reach.table, reach.position + reach.count, self._noted(reach)
         if reach.count > 1 and not self._rewindable:
             table.chosen, table.queries = None, Queries(None if noted is None else noted.query)
+            if noted is not None:
+                self._score(table, noted.query, end // PAGE)
             return
         table.queries = table.queries.behind_rows(reach.position, end, noted)
         if end // PAGE > reach.position // PAGE:
@@ -253,13 +267,16 @@ class PoolReader:
     def _noted(self, reach: Reach) -> Noted | None:
         if reach.decides is None or self._queries is None:
             return None
-        query = self._queries[:, reach.table.number].clone()  # the next one is noted in the same place
+        # A copy: the next one is noted in the same place.
+        query = self._queries[:, reach.table.number].to(torch.float32, copy=True)
         return Noted(reach.position + reach.decides - reach.first, query)
 
     # In the layers
 
     def attend(self, layer: int, q: Tensor, rows: Ragged, scale: float, gate: Tensor | None = None) -> Tensor:
         """q [rows, heads, dim] over layer number `layer` of the pool, gated -> [rows, heads · dim]."""
+        if rows.coming:
+            self.pool.wait_for(layer)
         if rows.noted is not None:
             self._note(layer, q, rows.noted)
         if rows.far:
@@ -276,9 +293,11 @@ class PoolReader:
         """Queries that choose pages from here on. Without a word from the host, so that it can be recorded."""
         if self._queries is None:
             layers, tables = len(self.pool.kv), len(self.pool.tables)
-            self._queries = torch.zeros(layers, tables + 1, *q.shape[1:], device=q.device)
-        rows, places = noted.long()
-        self._queries[layer].index_copy_(0, places, q.index_select(0, rows).float())
+            self._queries = torch.zeros(layers, tables + 1, *q.shape[1:], dtype=q.dtype, device=q.device)
+        if layer == 0 or self._noting is None:
+            self._noting = noted.long()
+        rows, places = self._noting
+        self._queries[layer].index_copy_(0, places, q.index_select(0, rows))
 
     def _attend_scattered(self, layer: int, q: Tensor, rows: Ragged, scale: float) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

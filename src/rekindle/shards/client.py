@@ -147,27 +147,25 @@ class RemoteStage:
     def submit(self, batch: Batch, hidden: torch.Tensor | None) -> Asking[StageOutput]:
         """A forward under way. `hidden` must not change before its result is there."""
         tensors = {} if hidden is None else {"hidden": hidden}
-        rows, logit_rows = batch.rows, batch.logit_rows
-        return self._ask(
-            frames.export_batch(batch), tensors, lambda reply: self._import_output(reply, rows, logit_rows)
-        )
+        counts = {"hidden": batch.rows, "logits": batch.logit_rows, "scores": batch.scored_rows}
+        return self._ask(frames.export_batch(batch), tensors, lambda reply: self._import_output(reply, counts))
 
-    def _import_output(self, reply: Frame, rows: int, logit_rows: int) -> StageOutput:
+    def _import_output(self, reply: Frame, counts: Mapping[str, int]) -> StageOutput:
         body = reply.body
         if not isinstance(body, frames.Output):
             raise BadFrame(f"asked for a forward, got a frame of kind {type(body).__name__.lower()}")
         self._count(body.pages)
-        dtypes = {"hidden": DTYPES[self.terms.hidden_dtype], "logits": torch.float32}
-        counts = {"hidden": rows, "logits": logit_rows}
+        dtypes = {"hidden": DTYPES[self.terms.hidden_dtype], "logits": torch.float32, "scores": torch.float32}
         for name, tensor in reply.tensors.items():
             if name not in dtypes:
-                raise BadFrame(f"the output of a forward is hidden or logits, {self._who} sent {name!r}")
+                raise BadFrame(f"the output of a forward is {', '.join(dtypes)}, {self._who} sent {name!r}")
             if tensor.ndim != 2 or tensor.shape[0] != counts[name] or tensor.dtype != dtypes[name]:
                 raise BadFrame(
                     f"{name} from {self._who} is {list(tensor.shape)} {tensor.dtype}, "
                     f"expected {counts[name]} rows of {dtypes[name]}"
                 )
-        return StageOutput(reply.tensors.get("hidden"), reply.tensors.get("logits"), frozenset(body.skipping))
+        hidden, logits, scores = map(reply.tensors.get, counts)
+        return StageOutput(hidden, logits, frozenset(body.skipping), scores)
 
     # State
 

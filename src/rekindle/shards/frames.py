@@ -22,7 +22,7 @@ import zmq
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.errors import BadFrame, LinkRefused
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"rk"
 
 # What may travel. Quantised rows of KV are bytes.
@@ -102,6 +102,7 @@ class SegmentEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     position: Count
     tokens: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
     wanted: Wanted
+    top: Count = 0
 
 
 class Forward(Body, frozen=True):
@@ -118,7 +119,7 @@ class PagesEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Output(Body, frozen=True):
-    """With the tensor `hidden` or `logits`, or none where no logits were wanted.
+    """With the tensor `hidden`, or with `logits` and `scores` as far as they were wanted.
 
     Whatever may have changed the stage's pages answers with their count: the head then never has to wait for it.
     """
@@ -360,7 +361,7 @@ def _tensor_of(part: zmq.Frame, dtype: torch.dtype, shape: tuple[int, ...], copy
 
 
 def export_batch(batch: Batch) -> Forward:
-    entries = tuple(SegmentEntry(s.slot, s.position, s.tokens, s.wanted) for s in batch.segments)
+    entries = tuple(SegmentEntry(s.slot, s.position, s.tokens, s.wanted, s.top) for s in batch.segments)
     return Forward(entries, batch.rewindable)
 
 
@@ -368,7 +369,9 @@ def import_batch(body: Forward) -> Batch:
     slots = [entry.slot for entry in body.segments]
     if len(slots) != len(set(slots)):
         raise BadFrame(f"a batch has at most one segment per slot, this one names slots {slots}")
-    segments = tuple(Segment(entry.slot, entry.position, entry.tokens, entry.wanted) for entry in body.segments)
+    segments = tuple(
+        Segment(entry.slot, entry.position, entry.tokens, entry.wanted, entry.top) for entry in body.segments
+    )
     return Batch(segments, body.rewindable)
 
 

@@ -181,7 +181,7 @@ class StageHost:
             self._take_slot(session, segment.slot)
         hidden = self._import_hidden(batch.rows, tensors)
         output = self.stage.forward(batch, hidden)
-        named = {"hidden": output.hidden, "logits": output.logits}
+        named = {"hidden": output.hidden, "logits": output.logits, "scores": output.scores}
         body = frames.Output(self._count_pages(), tuple(sorted(output.skipping)))
         return body, {name: tensor for name, tensor in named.items() if tensor is not None}
 

@@ -22,7 +22,6 @@ import re
 import sys
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +36,7 @@ from rekindle.prompt import BoundaryKind
 from rekindle.snapshots import layout, manifest
 from rekindle.snapshots.files import Bytes, check_size, digest, make_folder, read_into, sync_folder, write_whole
 from rekindle.snapshots.layout import Pages
+from rekindle.snapshots.live import LivePages
 from rekindle.snapshots.manifest import FORMAT, NAME, PAGE_HEADER, VERSION, Manifest, PageRow, StretchRow, key_of
 from rekindle.snapshots.slabs import Cuts, Piece, Slab, Slabs
 from rekindle.snapshots.types import Snapshot
@@ -77,53 +77,6 @@ class Record:
     def nbytes(self) -> int:
         """Bytes it would take alone on an empty disk."""
         return self.manifest_bytes + sum(self.objects.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _LivePage:
-    """A page object whose pages are alive in this process."""
-
-    pages: tuple[weakref.ref[layout.Page], ...]
-    tokens: np.ndarray
-
-    def column(self) -> Pages | None:
-        alive = tuple(page for page in (ref() for ref in self.pages) if page is not None)
-        return alive if len(alive) == len(self.pages) else None
-
-
-class _LivePages:
-    """Names of the page objects behind living pages, so that a page is hashed once and read once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._names: weakref.WeakKeyDictionary[layout.Page, str] = weakref.WeakKeyDictionary()
-        self._live: dict[str, _LivePage] = {}
-
-    def name_of(self, column: Pages) -> str | None:
-        with self._lock:
-            name = self._names.get(column[0]) if column else None
-            if name is None:
-                return None
-            known = self._live[name].column() if name in self._live else None
-            same = known is not None and all(a is b for a, b in zip(known, column, strict=True))
-            return name if same else None
-
-    def find(self, name: str) -> tuple[Pages, np.ndarray] | None:
-        with self._lock:
-            known = self._live.get(name)
-            column = known.column() if known is not None else None
-            return (column, known.tokens) if known is not None and column else None
-
-    def remember(self, name: str, column: Pages, tokens: np.ndarray) -> None:
-        if not column:
-            return
-        with self._lock:
-            self._names[column[0]] = name
-            self._live[name] = _LivePage(tuple(weakref.ref(page) for page in column), tokens)
-
-    def forget(self, name: str) -> None:
-        with self._lock:
-            self._live.pop(name, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +120,7 @@ class DiskStore:
         self._sizes: dict[str, int] = {}  # objects that are there
         self._bytes = 0
         self._deletion_failed = False
-        self._live = _LivePages()
+        self._live = LivePages()
         # Pages outlive the own objects they were loaded with: in one slab they would keep each other's memory.
         self._own_cuts, self._page_cuts = Cuts(self.slabs), Cuts(self.slabs)
         self._numbers = itertools.count()

@@ -7,7 +7,7 @@ padding lies in segments of its own, on a slot and a page that nobody else reads
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
@@ -47,23 +47,24 @@ class Form:
     rewindable: bool
     notes: bool  # some query is noted
     far: bool = False  # some pages are read where they lie, in host memory
+    coming: bool = False  # some are on their way to the device: every layer waits for its own
 
     @classmethod
     def of(cls, batch: Batch, seats: Sequence[Seat]) -> Form:
         width = max(1, *(len(seat.places) for seat in seats))
         notes = any(seat.noted is not None for seat in seats)
-        far = any(seat.far for seat in seats)
-        return cls(tuple(map(len, batch.segments)), batch.rows, width, batch.rewindable, notes, far)
+        far, coming = any(seat.far for seat in seats), any(seat.coming for seat in seats)
+        return cls(tuple(map(len, batch.segments)), batch.rows, width, batch.rewindable, notes, far, coming)
 
     def padded(self) -> Form | None:
         """The form of the recorded step that serves this one: decode rows, or a block to verify. None: none does."""
         width = round_width(self.width)
         if len(self.lengths) == 1 and self.rewindable and self.rows <= LONGEST_BLOCK:
             rows = round_up(self.rows)
-            return Form((rows, 0), rows, width, True, self.notes, self.far)
+            return replace(self, lengths=(rows, 0), rows=rows, width=width)
         if self.rows == len(self.lengths) and not self.rewindable:
             rows = round_up(self.rows)
-            return Form((1,) * rows, rows, width, False, self.notes, self.far)
+            return replace(self, lengths=(1,) * rows, rows=rows, width=width)
         return None
 
     @property
@@ -107,6 +108,7 @@ class Layout:
             rewindable=form.rewindable,
             noted=fields.noted if form.notes else None,
             far=form.far,
+            coming=form.coming,
         )
 
     def fill(self, batch: Batch | None, seats: Sequence[Seat], host: torch.Tensor) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.errors import SnapshotMismatch
 from rekindle.kernels.attention.rows import KV_DTYPES, row_size
+from rekindle.kernels.matmul.scratch import Scratch, expanding_into
 from rekindle.models.model import ModelSpan
 from rekindle.models.state import DeltaState, KvState, LayerState
 from rekindle.pool import STOCK, KvMode, PagePool, PagingCounts, Policy, PoolReader, Seat
@@ -21,6 +22,7 @@ from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part, wait_for
 from rekindle.spec import PAGE, Span
 from rekindle.stages.graphs import GraphRecorder, RecordedSteps, Recorder, rewind_layers
 from rekindle.stages.layout import Form, Layout, round_up
+from rekindle.stages.scores import score_prompts
 from rekindle.stages.types import Ahead, PageCount, StageOutput
 
 WORK = ("step:recorded", "step:eager", "experts:ring", "experts:ring and cpu", "experts:stream", "experts:host")
@@ -42,12 +44,15 @@ class LocalStage:
         rewind_rows: int = 0,
         record: Recorder | None = None,
         slabs: int = STOCK,
+        widest: int = 0,
     ) -> None:
         """rewind_rows: of the longest block to verify, for which there is room from the start.
         slabs: of pinned memory that wait for captures, on a GPU.
+        widest: quantised weights that are values at one time, as the plan counts them; 0 where nobody has counted.
         record: who records the steps that are replayed; on a GPU, unless told, CUDA graphs."""
         self.model = model
         self.slots = slots
+        self.scratch = Scratch(widest)
         spec = model.spec
         self.pool = PagePool(
             pages,
@@ -138,9 +143,12 @@ class LocalStage:
 
     # Running
 
-    def _on_device(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
         """Kernels and streams belong to the current device, and every thread begins on the first one."""
-        return torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext()
+        gpu = self.model.device.type == "cuda"
+        with torch.cuda.device(self.model.device) if gpu else nullcontext(), expanding_into(self.scratch):
+            yield
 
     @torch.inference_mode()
     def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput:
@@ -182,19 +190,25 @@ class LocalStage:
             self.model.settle(batch.rows)
             x = self._steps.run(recorded, batch, seats, hidden, ahead)
             x = x if wanted is None else x[wanted]
+            assert not batch.scored_rows, "rows in a recorded step are single, or verified"
+            scores = None
             self._count("recorded", recorded.rows)
         else:
             self._count("eager", batch.rows)
             layout = self._lay_out(form, batch, seats, ahead)
             x = self.model.run(self.model.enter(layout.tokens, hidden), layout.ragged, self._states)
+            scores = self._score(batch, x) if self.model.is_last else None
             if self.model.is_last and batch.logit_rows:
                 x = self.model.leave(x if wanted is None else x[wanted]).float()
-            self._record_what_follows(batch, seats, form.notes)
+            self._record_what_follows(batch, seats)
         self._advance(batch)
         skipping = self._reader.skipping
         if not self.model.is_last:
             return StageOutput(x, None, skipping)
-        return StageOutput(None, x if batch.logit_rows else None, skipping)
+        return StageOutput(None, x if batch.logit_rows else None, skipping, scores)
+
+    def _score(self, batch: Batch, x: torch.Tensor) -> torch.Tensor | None:
+        return score_prompts(batch, x, self.model.leave, self.model.spec.vocab)
 
     def _recorded(self, form: Form) -> Form | None:
         """The form of the recorded step that serves this one, where the device reaches all that it reads."""
@@ -203,16 +217,18 @@ class LocalStage:
         can = padded is not None and self._reader.replayable(longest) and self.model.can_record(padded.rows)
         return padded if can else None
 
-    def _record_what_follows(self, batch: Batch, seats: Sequence[Seat], notes: bool) -> None:
-        """The decode step behind the end of a prompt is recorded while the device is busy with the chunk."""
+    def _record_what_follows(self, batch: Batch, seats: Sequence[Seat]) -> None:
+        """The decode steps behind the end of a prompt are recorded while the device is busy with the chunk."""
         for segment, seat in zip(batch.segments, seats, strict=True):
             if self._steps is not None and segment.wanted is Wanted.LAST and len(segment) > 1:
                 width = max(1, len(seat.places) + (segment.end % PAGE == 0))
-                far = self._reader.far(1)
-                recorded = self._recorded(Form((1,), 1, width, False, notes, far))
-                # What a sparse chunk has no room for beside its own pages, the step behind it has.
-                if recorded is not None and not (far and self.kv_mode == "sparse"):
-                    self._steps.make_ready(recorded)
+                far, sparse = self._reader.far(1), self.kv_mode == "sparse"
+                may_come = sparse and self.pool.returns is not None and self.pool.away > 0
+                for coming in (True, False) if may_come else (False,):
+                    recorded = self._recorded(Form((1,), 1, width, False, False, far, coming))
+                    # What a sparse chunk has no room for beside its own pages, the step behind it has.
+                    if recorded is not None and not (far and sparse):
+                        self._steps.make_ready(recorded)
 
     def _prepare(self, batch: Batch) -> None:
         """Pages for every row; rows kept by the slots' last forward are of no use any more."""
@@ -433,19 +449,20 @@ def _join(outputs: Sequence[StageOutput]) -> StageOutput:
         rows([output.hidden for output in outputs]),
         rows([output.logits for output in outputs]),
         frozenset[int]().union(*(output.skipping for output in outputs)),
+        rows([output.scores for output in outputs]),
     )
 
 
 def _wanted_rows(batch: Batch) -> torch.Tensor | None:
     """Rows that need logits, or None for all of them."""
-    if all(s.wanted is Wanted.ALL or (s.wanted is Wanted.LAST and len(s) == 1) for s in batch.segments):
+    if batch.logit_rows == batch.rows:
         return None
     rows, start = list[int](), 0
     for segment in batch.segments:
         stop = start + len(segment)
         if segment.wanted is Wanted.ALL:
             rows.extend(range(start, stop))
-        elif segment.wanted is Wanted.LAST:
+        elif segment.logit_rows:
             rows.append(stop - 1)
         start = stop
     return torch.tensor(rows, dtype=torch.long)

@@ -83,9 +83,11 @@ def _case_rows(ragged, rows, most):
     )
 
 
-@pytest.mark.parametrize("segments", [[(900, 1)], [(70, 12)], [(0, 70)]])
-def test_half_precision_tiles_agree(make_ragged, segments):
+@pytest.mark.parametrize("programs", [12, 64])
+@pytest.mark.parametrize("segments", [[(900, 1)], [(70, 12)], [(0, 70)], [(640, 3), (5, 1), (63, 1)]])
+def test_half_precision_tiles_agree_with_and_without_a_program_per_page(make_ragged, monkeypatch, segments, programs):
     torch.manual_seed(7)
+    monkeypatch.setattr(triton, "PROGRAMS", programs)
     q, _, kv, ragged = _case(make_ragged, segments, 4, 1, 16, torch.float16)
     expected = naive.attend(q, kv, ragged, 0.25)
     torch.testing.assert_close(triton.attend(q, kv, ragged, 0.25), expected, atol=2e-3, rtol=2e-3)

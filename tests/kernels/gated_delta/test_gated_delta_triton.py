@@ -149,6 +149,18 @@ def test_kept_rows_are_those_of_the_definition_padding_included(make_ragged, spe
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
+def test_padding_that_no_row_was_left_for_keeps_nothing(make_ragged):
+    """A full block in a recorded step: the segment of padding behind it is empty."""
+    states, kept = _states(3, TWICE), KeptRows.zeros(TWICE, 3, 4, torch.device("cpu"))
+    before = states.clone()
+    ragged = replace(make_ragged([(1, 0, 4), (2, 0, 0)]), lengths=(4, 0))
+    triton.gated_delta_rows(*_inputs(4, TWICE), states, ragged, TWICE, kept)
+    assert torch.equal(states[2], before[2])
+    assert not torch.equal(states[1], before[1])
+    assert kept.states[1].any()
+    assert not kept.states[2].any()
+
+
 @pytest.mark.parametrize("spec", [TWICE, THRICE])
 def test_replayed_rows_rebuild_state_and_window_bit_for_bit(make_ragged, spec):
     torch.manual_seed(4)

@@ -74,6 +74,10 @@ def load_quad(address: tl.tensor) -> tuple[tl.tensor, ...]:
     return tuple(registers(array(word).view(np.float32), tl.float32) for word in load_piece(address))
 
 
+def load_sums(address: tl.tensor) -> tuple[tl.tensor, ...]:
+    return tuple(registers(array(word).view(np.float32), tl.float32) for word in load_two(address))
+
+
 def load_scales(p: tl.tensor) -> tuple[tl.tensor, ...]:
     return load_two(p)
 
@@ -100,6 +104,11 @@ def with_bits(pair: tl.tensor, bits: tl.tensor, mask: int) -> tl.tensor:
     return words(array(pair).view(np.uint32) | array(bits).view(np.uint32) & np.uint32(mask))
 
 
+def lowered(pair: tl.tensor) -> tl.tensor:
+    low, high = (half - np.float32(160) for half in halves(array(pair).view(np.uint32)))
+    return words(low.view(np.uint32) >> 16 | high.view(np.uint32) & 0xFFFF0000)
+
+
 def byte_as_float(word: tl.tensor, k: int) -> tl.tensor:
     return registers((32768 + (array(word).view(np.uint32) >> 8 * int(k) & 255)).astype(np.float32), tl.float32)
 
@@ -107,6 +116,10 @@ def byte_as_float(word: tl.tensor, k: int) -> tl.tensor:
 def pairs(register: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """The two bfloat16 numbers of a register, the low half first, as float32 [NT, warps, 8, 4]."""
     bits = np.broadcast_to(array(register).astype(np.int64).astype(np.uint32), shape).reshape(shape[0], -1, 8, 4)
+    return halves(bits)
+
+
+def halves(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (bits << 16).view(np.float32), (bits & 0xFFFF0000).view(np.float32)
 
 
@@ -139,6 +152,7 @@ def lay_out(monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
         "load_two": load_two,
         "load_piece": load_piece,
         "load_quad": load_quad,
+        "load_sums": load_sums,
         "load_scales": load_scales,
         "load_one": load_one,
         "load_codes": load_four,
@@ -146,6 +160,7 @@ def lay_out(monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
         "load_or_nought": load_or_nought,
         "lifted_nibbles": lifted_nibbles,
         "with_bits": with_bits,
+        "lowered": lowered,
         "byte_as_float": byte_as_float,
         "mma": product,
     }

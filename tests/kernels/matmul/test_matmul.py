@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import gguf
 import numpy as np
 import pytest
@@ -221,21 +219,3 @@ def test_every_stream_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None
     assert arrivals.counters(CPU) is beside
     monkeypatch.setattr(arrivals, "stream_of", lambda device: 0)
     assert arrivals.counters(CPU) is not beside
-
-
-def test_threads_do_not_expand_into_one_another() -> None:
-    like = torch.empty(0)
-    mine, others = fast.scratch(like, 4, 4), list[torch.Tensor]()
-    thread = threading.Thread(target=lambda: others.append(fast.scratch(like, 4, 4)))
-    thread.start()
-    thread.join()
-    assert fast.scratch(like, 2, 8).data_ptr() == mine.data_ptr()
-    assert others[0].data_ptr() != mine.data_ptr()
-
-
-def test_what_a_recorded_step_expands_into_outlives_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "stream_of", lambda device: 7)
-    like = torch.empty(0)
-    small = fast.scratch(like, 4, 4).data_ptr()
-    fast.scratch(like, 64, 64)
-    assert small in [buffer.data_ptr() for buffer in fast._outgrown]

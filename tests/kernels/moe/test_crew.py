@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     crew._library.cache_clear()
 
 
-def test_a_thread_that_overslept_leaves_the_running_request_alone(fresh: Path) -> None:
+def test_a_thread_that_overslept_leaves_the_running_request_alone(fresh: Path, ask_crew: Any) -> None:
     """It saw a request, and wakes when others have long been answered: it must not open that one again."""
     stacks = [random_stack(seed) for seed in range(3)]
     layer = describe(stacks)
@@ -57,14 +58,14 @@ def test_a_thread_that_overslept_leaves_the_running_request_alone(fresh: Path) -
     alone = Crew(open_library(build_library()), Mailbox(1, PAIRS, SIDE, zeros), SIDE, threads=1)
     x = torch.randn(SIDE, generator=torch.Generator().manual_seed(0))
     kinds = [([(i + n) % EXPERTS for n in range(PAIRS)], [0.1 * (n + i) for n in range(PAIRS)]) for i in range(8)]
-    want = [alone.compute(layer, x * (i + 1), *kind) for i, kind in enumerate(kinds)]
+    want = [ask_crew(alone.box, layer, x * (i + 1), *kind) for i, kind in enumerate(kinds)]
     for turn in range(1500):
         i = turn % len(kinds)
-        assert torch.equal(late.compute(layer, x * (i + 1), *kinds[i]), want[i])
+        assert torch.equal(ask_crew(late.box, layer, x * (i + 1), *kinds[i]), want[i])
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs take the plain form anyway")
-def test_a_cpu_with_fewer_instructions_gives_the_same(fresh: Path) -> None:
+def test_a_cpu_with_fewer_instructions_gives_the_same(fresh: Path, ask_crew: Any) -> None:
     x = torch.randn(SIDE, generator=torch.Generator().manual_seed(1))
     for flags in (["-mno-avx512f"], ["-march=x86-64"]):
         crew = Crew(open_library(build_library(flags)), Mailbox(1, 1, SIDE, zeros), SIDE, threads=1)
@@ -74,28 +75,28 @@ def test_a_cpu_with_fewer_instructions_gives_the_same(fresh: Path) -> None:
             assert layer is not None
             gate, up, down = (packed_values(stack.planes)[SIDE : 2 * SIDE] for stack in stacks)
             want = down @ (silu(gate @ x) * (up @ x))
-            assert torch.allclose(crew.compute(layer, x, [1], [1.0]), want, atol=1e-3 * float(want.abs().max()))
+            have = ask_crew(crew.box, layer, x, [1], [1.0])
+            assert torch.allclose(have, want, atol=1e-3 * float(want.abs().max()))
 
 
 WEDGED = """
+import time
 import torch
-from rekindle.errors import CrewLost
 from rekindle.kernels.moe.crew import Mailbox, start_crew
 
 box = Mailbox(1, 1, 256, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
 layer = torch.tensor([256, 256, *[0] * 15])
 box.head.copy_(torch.tensor([layer.data_ptr(), -1, 1]))  # never are -1 pairs done
 crew = start_crew(box, 256, threads=2)
-try:
-    crew.ask(patience=0.05)
-except CrewLost as error:
-    print(error)
+box.asked += 1
+time.sleep(0.05)  # for as long as that at least they are at it
+print(crew.threads, "threads, done", int(box.done))
 """
 
 
-def test_a_request_that_never_ends_is_an_error_and_the_process_still_ends() -> None:
+def test_a_process_ends_beside_a_request_that_never_does() -> None:
     done = subprocess.run([sys.executable, "-c", WEDGED], capture_output=True, text=True, timeout=60, check=True)
-    assert "2 CPU threads for cold experts did not answer the host within 0.05 s" in done.stdout
+    assert done.stdout == "2 threads, done 0\n"
 
 
 def executable(path: Path, text: str) -> str:

@@ -20,6 +20,16 @@ def test_row_norms_agree(n, dtype):
     torch.testing.assert_close(got[1], expected[1])
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_the_parts_of_a_sum_are_added_up_before_it_is_rounded(parts):
+    torch.manual_seed(parts)
+    x, y, weight = torch.randn(2, 24).half(), torch.randn(parts, 2, 24), torch.randn(24)
+    got, expected = triton.add_rms_norm(x, y, weight, 1e-6), naive.add_rms_norm(x, y, weight, 1e-6)
+    assert torch.equal(expected[0], x + y.sum(0).half())
+    assert torch.equal(got[0], expected[0])
+    torch.testing.assert_close(got[1], expected[1])
+
+
 @pytest.mark.parametrize(("heads", "dim"), [(3, 8), (6, 24)])
 def test_gated_norms_agree(heads, dim):
     torch.manual_seed(heads)

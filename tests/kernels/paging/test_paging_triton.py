@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,13 +11,17 @@ from rekindle.kernels.paging import naive, triton
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (2, 64, 2, 32)), (torch.uint8, (2, 64, 3, 34))])
-def test_pages_arrive_as_they_were_and_nothing_else_is_written(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_pages_arrive_as_they_were_and_nothing_else_is_written(
+    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers, places = 3, [6, 0, 3, 7, 2]
     pages = [[torch.randint(0, 255, shape, dtype=torch.uint8).to(dtype) for _ in places] for _ in range(layers)]
     sources = torch.tensor([[page.data_ptr() for page in layer] for layer in pages])
     wanted = torch.full((layers, 8, *shape), 7, dtype=dtype)
     wanted[:, places] = torch.stack([torch.stack(layer) for layer in pages])
-    for fetch in (naive.fetch_pages, triton.fetch_pages):
+    monkeypatch.setattr(triton, "QUIET", 4)
+    monkeypatch.setattr(triton, "BLOCK", 256)
+    for fetch in (naive.fetch_pages, triton.fetch_pages, partial(triton.fetch_pages, quietly=True)):
         to = torch.full((layers, 8, *shape), 7, dtype=dtype)
         targets = torch.tensor([[layer[place].data_ptr() for place in places] for layer in to])
         fetch(targets, sources, to[0, 0].nbytes)

@@ -3,13 +3,16 @@
 One kernel for prefill, verify and decode. The query heads of one kv head are packed under one another: flat row m of a
 segment is row m // group, query head m % group of that kv head, so every key and value is loaded once per tile of
 flat rows. Few flat rows over a long context are split over the positions (flash decoding): every split leaves its part
-in float32 with its log-sum-exp, and a second kernel merges them. How many splits have work is computed from the
-position on the device, so a captured graph serves every context length. Packed rows (rows.py) are unpacked tile by
+in float32 with its log-sum-exp, and a second kernel merges them. Where the device has room for it every page has a
+program, which asks for it while the launch before still runs. How many splits have work is computed from the position
+on the device, so a captured graph serves every context length. Packed rows (rows.py) are unpacked tile by
 tile, on the way to the matrix units. float32 queries over 16-bit pages go in, and so do the weights of values, as two
 numbers of the pages' type, of which the second holds what the first has lost.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,13 +22,26 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rekindle.kernels.attention.rows import BLOCK, is_packed
 from rekindle.kernels.device import is_roomy, starting_early
+from rekindle.kernels.matmul.mma import ask_for
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import PAGE
 
 PROGRAMS = 264  # programs that fill the device: two for each of the 132 multiprocessors of the largest card in mind
 WIDE = 128  # flat rows from which a program has a multiprocessor to itself: a second wave would only add parts to merge
 FEW = 16  # rows of a block to verify: up to here keys are read for few queries, and bandwidth decides
-LEAST = 4  # tiles a split takes at least; below that merging costs more than it saves
+COLUMNS = 32  # values of a head that one program merges …
+PARTS = 64  # … from so many splits at a time
+
+
+class Form(NamedTuple):
+    """How a launch is cut up."""
+
+    rows: int  # flat rows of one program
+    keys: int  # of a tile
+    warps: int
+    stages: int  # of the pipeline
+    least: int = 4  # tiles a split takes at least; below that merging costs more than it saves
+    ahead: bool = False  # the first tiles are asked for early, and one loop runs over all of them
 
 
 def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
@@ -101,7 +117,7 @@ def _attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float, out: Tensor, ga
         if lengths:
             _launch(
                 q, kv, ragged.tables, None, ragged.starts, ragged.row_places,
-                shortest, max(lengths), len(lengths), scale, out, gate, None,
+                shortest, max(lengths), len(lengths), scale, out, gate, None, early=True,
             )  # fmt: skip
 
 
@@ -140,17 +156,22 @@ def _launch(
     out: Tensor,
     gate: Tensor | None,
     lse: Tensor | None,
+    early: bool = False,
 ) -> None:
-    """Attend the segments of shortest to longest rows; there are `busy` of them."""
+    """Attend the segments of shortest to longest rows; there are `busy` of them.
+
+    early: positions and tables were there before the launch in front of this one began, as in every forward, whose
+    first launch brings them: they are read before the wait for that launch."""
     _, heads, dim = q.shape
     kv_heads = kv.shape[3]
     assert all((kv.is_contiguous(), q.stride(2) == 1)), "pages are dense, heads side by side"
     assert dim & (dim - 1) == 0, f"head dim {dim} must be a power of two"
     group, segments = heads // kv_heads, starts.shape[0] - 1
-    tile_rows, tile_keys, warps, stages = _tiles(longest * group, q, kv)
-    tiles = triton.cdiv(longest * group, tile_rows)
-    most = triton.cdiv(tables.shape[1] * PAGE, LEAST * tile_keys)  # splits that could have work
-    programs = PROGRAMS // 2 if tile_rows >= WIDE else PROGRAMS
+    pages = tables.shape[1]
+    form = _form(longest * group, early and pages * kv_heads * busy <= PROGRAMS, q, kv)
+    tiles = triton.cdiv(longest * group, form.rows)
+    most = triton.cdiv(pages * PAGE, form.least * form.keys)  # splits that could have work
+    programs = PROGRAMS // 2 if form.rows >= WIDE else PROGRAMS
     splits = max(1, min(programs // (tiles * kv_heads * busy), most, 256))
     single = longest == 1 and busy == segments
     split = splits > 1
@@ -161,21 +182,21 @@ def _launch(
     values, scales = _views(kv)
     _attend_kernel[(tiles * splits, kv_heads, segments)](
         q, values, scales, tables, page_positions, starts, row_positions, parts, part_lse, None if split else gate,
-        tables.stride(0), tables.shape[1], q.stride(0), q.stride(1),
+        tables.stride(0), pages, q.stride(0), q.stride(1),
         0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), shortest, longest, splits,
         scale * 1.4426950408889634,
-        SPLIT=split, SINGLE=single, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=tile_keys,
-        PAGE=PAGE, LEAST=LEAST, PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+        SPLIT=split, SINGLE=single, AHEAD=form.ahead, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=form.rows,
+        TILE_KEYS=form.keys, PAGE=PAGE, LEAST=form.least, PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         PACKED=is_packed(kv), BLOCK=BLOCK, HALVES=_in_halves(q, kv),
-        num_warps=warps, num_stages=stages, **starting_early(q.device),
+        num_warps=form.warps, num_stages=form.stages, **starting_early(q.device),
     )  # fmt: skip
     if split:
-        columns = min(64, dim)
+        columns = min(COLUMNS, dim)
         _merge_kernel[(dim // columns, heads, segments * longest)](
-            parts, part_lse, out, lse, gate, starts, row_positions, tables.shape[1],
+            parts, part_lse, out, lse, gate, starts, row_positions, pages,
             0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), shortest, longest, splits,
-            HEADS=heads, DIM=dim, COLUMNS=columns, BLOCK=32, TILE_KEYS=tile_keys, PAGE=PAGE, LEAST=LEAST,
-            LISTED=page_positions is not None, SINGLE=single, num_warps=4, **starting_early(q.device),
+            HEADS=heads, DIM=dim, COLUMNS=columns, BLOCK=PARTS, TILE_KEYS=form.keys, PAGE=PAGE, LEAST=form.least,
+            LISTED=page_positions is not None, SINGLE=single, AHEAD=early, num_warps=4, **starting_early(q.device),
         )  # fmt: skip
 
 
@@ -183,19 +204,21 @@ def _in_halves(q: Tensor, kv: Tensor) -> bool:
     return q.dtype == torch.float32 and kv.dtype in (torch.float16, torch.bfloat16)
 
 
-def _tiles(flat_rows: int, q: Tensor, kv: Tensor) -> tuple[int, int, int, int]:
-    """(flat rows, keys, warps, pipeline stages) of one program."""
+def _form(flat_rows: int, paged: bool, q: Tensor, kv: Tensor) -> Form:
+    """For so many flat rows of a segment; paged: the device has room for a program per page."""
     halves = _in_halves(q, kv)
     if q.dtype == torch.float32 and not halves:
-        return 16, 16, 4, 1
+        return Form(16, 16, 4, 1, ahead=paged and flat_rows <= 16)
     if flat_rows <= 16:
+        if paged and is_roomy(q.device):
+            return Form(16, PAGE, 4, 3, least=1, ahead=True)  # all of the page is on its way at once
         # the page of a tile is itself a load, so each buffered tile costs two stages
-        return (16, 32, 4, 7) if is_roomy(q.device) else (16, 32, 4, 5)
+        return Form(16, 32, 4, 7 if is_roomy(q.device) else 5)
     if halves:
-        return (64, 64, 4, 2) if is_roomy(q.device) else (32, 32, 4, 3)
+        return Form(64, 64, 4, 2) if is_roomy(q.device) else Form(32, 32, 4, 3)
     if not is_roomy(q.device):
-        return 64, 32, 4, 3
-    return (64, 64, 8, 2) if flat_rows <= 64 else (128, 64, 8, 2)
+        return Form(64, 32, 4, 3)
+    return Form(64, 64, 8, 2) if flat_rows <= 64 else Form(128, 64, 8, 2)
 
 
 @triton.jit
@@ -259,39 +282,50 @@ def _add_values(weights, values, acc, PRECISION: tl.constexpr, HALVES: tl.conste
     return tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
 
 
+@triton.jit
+def _ask_for_tile(
+    kv, at, n, written, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """What `_load_tile` will load is on its way to the L2."""
+    width: tl.constexpr = kv.dtype.element_ty.primitive_bitwidth // 8
+    size: tl.constexpr = DIM + 2 * (DIM // BLOCK) if PACKED else DIM
+    lines: tl.constexpr = DIM * width // 128 if DIM * width >= 128 else 1
+    line = tl.arange(0, lines) * (128 // width)
+    live = (written[:, None] & (line >= 0)[None, :]).to(tl.int32)
+    ask_for(kv + (at + n[:, None] * KV_HEADS) * size + line[None, :], live)
+
+
 @triton.jit(do_not_specialize=["table_row", "table_pages", "shortest", "longest", "splits"])
 def _attend_kernel(
     q, kv, scales, tables, page_positions, starts, row_positions, out, lse, gate,
     table_row, table_pages, q_row, q_head, gate_row, gate_head, shortest, longest, splits, scale,
-    SPLIT: tl.constexpr, SINGLE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
-    PACKED: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, SINGLE: tl.constexpr, AHEAD: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
-        gdc_wait()
+        if not AHEAD:
+            gdc_wait()
     kv_head, segment = tl.program_id(1), tl.program_id(2)
     split = tl.program_id(0) % splits
     # the last tiles see the most keys: start them first
     tile = tl.num_programs(0) // splits - 1 - tl.program_id(0) // splits
     start, length = _bounds(starts, segment, SINGLE)
-    if (length < shortest) | (length > longest) | (tile * TILE_ROWS >= length * GROUP):
-        return
+    idle = (length < shortest) | (length > longest) | (tile * TILE_ROWS >= length * GROUP)
+    if not AHEAD:  # noqa: SIM102  decided at compile time; the inner one on the device
+        if idle:
+            return
     flat = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     live = flat < length * GROUP
     row = (start + flat // GROUP).to(tl.int64)
     head = kv_head * GROUP + flat % GROUP
     position = tl.load(row_positions + row, mask=live, other=-1)
-    d = tl.arange(0, DIM)
-    queries = tl.load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None], other=0.0)
-    kind: tl.constexpr = kv.dtype.element_ty if HALVES else queries.dtype
-    lost = queries
-    if HALVES:
-        queries, lost = _halves(queries * scale, kind)
     highest = tl.max(position, axis=0)
     if page_positions is None:
-        lowest = tl.load(row_positions + start + tile * TILE_ROWS // GROUP)
-        whole = tl.load(row_positions + start + length - 1) + 1  # keys of the segment: splits share these
+        lowest = tl.load(row_positions + start + tile * TILE_ROWS // GROUP, mask=not idle, other=0)
+        # keys of the segment: splits share these
+        whole = tl.load(row_positions + start + length - 1, mask=not idle, other=0) + 1
     else:
         lowest = -1  # pages may lie anywhere: every tile is masked
         whole = table_pages * PAGE
@@ -301,17 +335,34 @@ def _attend_kernel(
     if page_positions is None:
         last = tl.cdiv(highest + 1, TILE_KEYS)  # the keys this tile sees
     if SPLIT:
-        if first * TILE_KEYS >= whole:
-            return
+        idle = idle | (first * TILE_KEYS >= whole)
         last = tl.minimum(last, first + share)
+    n = tl.arange(0, TILE_KEYS)
+    table = tables + segment.to(tl.int64) * table_row
+    if AHEAD and EARLY:
+        # What this step itself stores may not be there yet, so keys are asked for and not loaded.
+        for t in range(first, tl.where(idle, first, tl.minimum(last, first + LEAST))):
+            page = tl.load(table + t * TILE_KEYS // PAGE).to(tl.int64)
+            at = (page * 2 * PAGE + t * TILE_KEYS % PAGE) * KV_HEADS + kv_head
+            written = t * TILE_KEYS + n <= highest
+            _ask_for_tile(kv, at, n, written, KV_HEADS, DIM, PACKED, BLOCK)
+            _ask_for_tile(kv, at + PAGE * KV_HEADS, n, written, KV_HEADS, DIM, PACKED, BLOCK)
+        gdc_wait()
+    if idle:
+        return
+    d = tl.arange(0, DIM)
+    queries = tl.load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None], other=0.0)
+    kind: tl.constexpr = kv.dtype.element_ty if HALVES else queries.dtype
+    lost = queries
+    if HALVES:
+        queries, lost = _halves(queries * scale, kind)
     top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, DIM], tl.float32)
     # Weights in halves are at most 2^15 and not 1: float16 has more room above it than below.
     RISE: tl.constexpr = 15.0 if HALVES else 0.0
-    n = tl.arange(0, TILE_KEYS)
-    table = tables + segment.to(tl.int64) * table_row
-    clear = tl.minimum(tl.maximum((lowest + 1) // TILE_KEYS, first), last)  # tiles before this one need no mask
+    # Tiles before this one need no mask. But a second loop waits for its own first keys, so few tiles go in one.
+    clear = first if AHEAD else tl.minimum(tl.maximum((lowest + 1) // TILE_KEYS, first), last)
     for t in range(first, clear):
         page = tl.load(table + t * TILE_KEYS // PAGE).to(tl.int64)
         at = (page * 2 * PAGE + t * TILE_KEYS % PAGE) * KV_HEADS + kv_head  # the tile's first row of kv
@@ -366,20 +417,24 @@ def _merge_kernel(
     parts, part_lse, out, lse, gate, starts, row_positions, table_pages, gate_row, gate_head,
     shortest, longest, splits, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, LISTED: tl.constexpr, SINGLE: tl.constexpr,
-    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
-        gdc_wait()
+        if not AHEAD:
+            gdc_wait()
     head = tl.program_id(1)
     segment, local = tl.program_id(2) // longest, tl.program_id(2) % longest
     start, length = _bounds(starts, segment, SINGLE)
-    if (length < shortest) | (length > longest) | (local >= length):
-        return
+    idle = (length < shortest) | (length > longest) | (local >= length)
     row = (start + local).to(tl.int64)
-    whole = table_pages * PAGE if LISTED else tl.load(row_positions + start + length - 1) + 1
+    whole = table_pages * PAGE if LISTED else tl.load(row_positions + start + length - 1, mask=not idle, other=0) + 1
     share = _share(whole, splits, TILE_KEYS, LEAST)
     worked = tl.cdiv(tl.cdiv(whole, TILE_KEYS), share)
+    if AHEAD and EARLY:
+        gdc_wait()
+    if idle:
+        return
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     if gate is not None:
         opening = tl.sigmoid(tl.load(gate + row * gate_row + head * gate_head + j).to(tl.float32))

@@ -32,7 +32,7 @@ CHUNK = 64
 WIDTH = 4  # of the convolution that a decode step can take along
 STEP_WARPS = 4  # of a program of the decode step; more than a head has values are no use
 STEP_SLICES = 4  # of a program's columns: while one is worked on two are on their way, and three programs fit
-ROWS = (16, 1)  # value columns of a head and warps of one program of the recurrence over rows
+ROWS = (8, 1)  # value columns of a head and warps of one program of the recurrence over rows
 PASS = (32, 4, 2)  # value columns, warps and pipeline stages of one program of the pass …
 PASS_WIDE = (64, 4, 2)  # … where programs of that width would need a second wave …
 PROGRAMS = 132  # … of so many
@@ -297,7 +297,7 @@ def _run_rows(
         mixed, a, b, decay, dt_bias, states, out, *saved, ragged.starts, ragged.slots,
         mixed.stride(0), a.stride(0), b.stride(0), 0 if kept is None else kept.rows, spec.key_dim**-0.5,
         KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, DK=spec.key_dim, DV=spec.value_dim, COLUMNS=columns,
-        SAVED=kept is not None, ONLY_SINGLE=only_single, num_warps=warps,
+        SAVED=kept is not None, ONLY_SINGLE=only_single, num_warps=warps, **starting_early(mixed.device),
     )  # fmt: skip
 
 
@@ -321,16 +321,39 @@ def _step_state(state, k, delta, forget):
     return tl.fma(k[:, None] + tl.zeros_like(state), delta[None, :] + tl.zeros_like(state), state * forget)
 
 
+@triton.jit
+def _read_row(mixed, a, b, row, mixed_row, a_row, b_row, q_at, k_at, v_at, head):
+    """What one row of one head brings, as it lies in memory."""
+    base = mixed + row * mixed_row
+    q, k, v = tl.load(base + q_at), tl.load(base + k_at), tl.load(base + v_at)
+    return q, k, v, tl.load(a + row * a_row + head), tl.load(b + row * b_row + head)
+
+
+@triton.jit
+def _made_ready(raw, decay, dt_bias, scale):
+    """q and k of unit length, v, g and β from `_read_row`: all that needs no state."""
+    q, k, v = raw[0].to(tl.float32), raw[1].to(tl.float32), raw[2].to(tl.float32)
+    q = q * (1.0 / tl.sqrt(tl.sum(q * q, axis=0) + 1e-6)) * scale
+    k = k * (1.0 / tl.sqrt(tl.sum(k * k, axis=0) + 1e-6))
+    return q, k, v, _log_decay(raw[3], decay, dt_bias), tl.sigmoid(raw[4].to(tl.float32))
+
+
 @triton.jit(do_not_specialize=["kept_rows"])
 def _rows_kernel(
     mixed, a, b, decay, dt_bias, states, out, kept_states, kept_k, kept_delta, kept_g, starts, slots,
     mixed_row, a_row, b_row, kept_rows, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
-    SAVED: tl.constexpr, ONLY_SINGLE: tl.constexpr,
+    SAVED: tl.constexpr, ONLY_SINGLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """One row after the other. While one is worked on the next is made ready and the one behind that is on its way:
+    there are hardly more programs than schedulers, so that nothing else would hide these trips to memory."""
+    if EARLY:
+        gdc_launch_dependents()
     head, segment = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + segment).to(tl.int64)
     stop = tl.load(starts + segment + 1).to(tl.int64)
+    if start == stop:  # padding that no row was left for
+        return
     if ONLY_SINGLE:  # noqa: SIM102  decided at compile time; the inner one on the device
         if stop - start > 1:
             return
@@ -339,19 +362,19 @@ def _rows_kernel(
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.load(slots + segment).to(tl.int64)
     at = (slot * VALUE_HEADS + head) * DK * DV + i[:, None] * DV + j[None, :]
-    state = tl.load(states + at)
+    state = tl.load(states + at)  # before the launch in front is done, as in `_step_kernel`
+    head_decay, head_bias = tl.load(decay + head), tl.load(dt_bias + head)
     if SAVED:
         tl.store(kept_states + at, state)
-    head_decay, head_bias = tl.load(decay + head), tl.load(dt_bias + head)
+    if EARLY:
+        gdc_wait()
+    q_at, k_at, v_at = key_head * DK + i, (KEY_HEADS + key_head) * DK + i, 2 * KEY_HEADS * DK + head * DV + j
+    raw = _read_row(mixed, a, b, start, mixed_row, a_row, b_row, q_at, k_at, v_at, head)
+    coming = _read_row(mixed, a, b, tl.minimum(start + 1, stop - 1), mixed_row, a_row, b_row, q_at, k_at, v_at, head)
+    ready = _made_ready(raw, head_decay, head_bias, scale)
     for row in range(start, stop):
-        base = mixed + row * mixed_row
-        q = tl.load(base + key_head * DK + i).to(tl.float32)
-        k = tl.load(base + (KEY_HEADS + key_head) * DK + i).to(tl.float32)
-        v = tl.load(base + 2 * KEY_HEADS * DK + head * DV + j).to(tl.float32)
-        q = q * (1.0 / tl.sqrt(tl.sum(q * q, axis=0) + 1e-6)) * scale
-        k = k * (1.0 / tl.sqrt(tl.sum(k * k, axis=0) + 1e-6))
-        g = _log_decay(tl.load(a + row * a_row + head), head_decay, head_bias)
-        beta = tl.sigmoid(tl.load(b + row * b_row + head).to(tl.float32))
+        later = _read_row(mixed, a, b, tl.minimum(row + 2, stop - 1), mixed_row, a_row, b_row, q_at, k_at, v_at, head)
+        q, k, v, g, beta = ready
         forget = tl.exp(g)
         delta, o = _step_outputs(state, q, k, v, beta, forget)
         state = _step_state(state, k, delta, forget)
@@ -362,6 +385,8 @@ def _rows_kernel(
             tl.store(kept_g + to * VALUE_HEADS + head, g)  # the same value from every run of columns
             if head < KEY_HEADS:
                 tl.store(kept_k + (to * KEY_HEADS + head) * DK + i, k)
+        ready = _made_ready(coming, head_decay, head_bias, scale)
+        coming = later
     tl.store(states + at, state)
 
 
@@ -372,18 +397,27 @@ def replay_rows(kept: KeptRows, where: Tensor, states: Tensor, windows: Tensor) 
     _replay_kernel[(dv // columns, heads)](
         kept.states, kept.k, kept.delta, kept.g, where, states, kept.rows,
         KEY_HEADS=kept.k.shape[2], VALUE_HEADS=heads, DK=dk, DV=dv, COLUMNS=columns, num_warps=ROWS[1],
+        **starting_early(states.device),
     )  # fmt: skip
     _, rows, channels = windows.shape
     _window_kernel[(triton.cdiv(channels, 256), rows)](
-        kept.windows, kept.inputs, where, windows, kept.rows, channels, BLOCK=256, num_warps=2
-    )
+        kept.windows, kept.inputs, where, windows, kept.rows, channels, BLOCK=256, num_warps=2,
+        **starting_early(states.device),
+    )  # fmt: skip
+
+
+# Going back reads what the block wrote, and `where` was copied since by a plain launch: so both kernels read before the
+# launch in front is done, and wait for it before they write.
 
 
 @triton.jit(do_not_specialize=["kept_rows"])
 def _replay_kernel(
     kept_states, kept_k, kept_delta, kept_g, where, states, kept_rows,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
     head = tl.program_id(1)
     slot, count = tl.load(where).to(tl.int64), tl.load(where + 1)
     i = tl.arange(0, DK)
@@ -395,12 +429,18 @@ def _replay_kernel(
         k = tl.load(kept_k + (row * KEY_HEADS + head % KEY_HEADS) * DK + i)
         delta = tl.load(kept_delta + (row * VALUE_HEADS + head) * DV + j)
         state = _step_state(state, k, delta, tl.exp(tl.load(kept_g + row * VALUE_HEADS + head)))
+    if EARLY:
+        gdc_wait()
     tl.store(states + at, state)
 
 
 @triton.jit(do_not_specialize=["kept_rows"])
-def _window_kernel(kept_windows, kept_inputs, where, windows, kept_rows, channels, BLOCK: tl.constexpr):
+def _window_kernel(
+    kept_windows, kept_inputs, where, windows, kept_rows, channels, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """Row i of the window is row count + i of [window before the block ‖ its rows]."""
+    if EARLY:
+        gdc_launch_dependents()
     width = tl.num_programs(1)
     slot, count = tl.load(where).to(tl.int64), tl.load(where + 1)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -410,6 +450,8 @@ def _window_kernel(kept_windows, kept_inputs, where, windows, kept_rows, channel
     at = (slot * kept_rows + row - width) * channels + channel
     new = tl.load(kept_inputs + at, mask=inside & (row >= width), other=0.0)
     value = tl.where(row < width, old, new)
+    if EARLY:
+        gdc_wait()
     tl.store(windows + (slot * width + tl.program_id(1)) * channels + channel, value, mask=inside)
 
 

@@ -59,11 +59,21 @@ def join_matrices(matrices: list[Matrix]) -> Matrix | None:
     return Matrix(shape, dense=torch.cat([matrix.values for matrix in matrices]))
 
 
-def multiply(x: Tensor, matrix: Matrix) -> Tensor:
-    """x [rows, in] -> [rows, out] in x.dtype."""
+def multiply(x: Tensor, matrix: Matrix, then: Matrix | None = None) -> Tensor:
+    """x [rows, in] -> [rows, out] in x.dtype.
+
+    `then`: the matrix that will be read next. A GPU may fetch its beginning meanwhile.
+    """
     if matrix.packed is None:
         return product(x, matrix.values)
-    return _gpu().multiply(x, matrix.packed)
+    return _gpu().multiply(x, matrix.packed, then=then)
+
+
+def multiply_in_parts(x: Tensor, matrix: Matrix, then: Matrix | None = None) -> Tensor:
+    """The same, for `norm.add_rms_norm`: on a GPU perhaps [parts, rows, out], whose sum is the product."""
+    if matrix.packed is None:
+        return product(x, matrix.values)
+    return _gpu().multiply_in_parts(x, matrix.packed, then)
 
 
 def multiply_add(x: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
@@ -74,10 +84,8 @@ def multiply_add(x: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
 
 
 def multiply_all(x: Tensor, matrices: list[Matrix], then: Matrix | None = None) -> list[Tensor]:
-    """The same x through several matrices; on a GPU a few rows take one launch for up to four of them.
-
-    `then`: the matrix that will be read next. A GPU may fetch its beginning meanwhile.
-    """
+    """The same x through several matrices; on a GPU a few rows take one launch for up to four of them. `then`: as in
+    `multiply`."""
     if x.is_cuda and _gpu().few(x.shape[0]):
         return _gpu().multiply_by_all(x, matrices, then)
     return [multiply(x, matrix) for matrix in matrices]
@@ -91,7 +99,7 @@ def gather_rows(matrix: Matrix, ids: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor, gate: Matrix, up: Matrix, then: Matrix | None = None) -> Tensor:
-    """silu(gate x) · (up x): [rows, in] -> [rows, width]. `then`: as in `multiply_all`."""
+    """silu(gate x) · (up x): [rows, in] -> [rows, width]. `then`: as in `multiply`."""
     if gate.packed is not None and up.packed is not None:
         return _gpu().swiglu(x, gate.packed, up.packed, then)
     g, u = multiply_all(x, [gate, up])
@@ -123,6 +131,7 @@ __all__ = [
     "multiply",
     "multiply_add",
     "multiply_all",
+    "multiply_in_parts",
     "product",
     "stays_quantised",
     "swiglu",

@@ -24,6 +24,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from rekindle.kernels.matmul.packing import GROUPED
 from rekindle.kernels.matmul.tiles import bits_of, half_at, has_minimum, zero_of
+from rekindle.kernels.matmul.types import Packed
+
+TILE = 16  # rows of a matrix that a matrix instruction takes
 
 
 def available(x: Tensor) -> bool:
@@ -31,8 +34,8 @@ def available(x: Tensor) -> bool:
     return x.is_cuda and torch.version.hip is None and x.dtype == torch.bfloat16 and _has_units(x.device)
 
 
-def takes(type: str) -> bool:
-    return type in GROUPED
+def takes(weight: Packed) -> bool:
+    return weight.type in GROUPED and weight.rows >= TILE
 
 
 @functools.cache
@@ -240,6 +243,22 @@ def factors(super, TYPE: tl.constexpr):
 
 
 @triton.jit
+def scales_at(word, byte: tl.constexpr, d, m, TYPE: tl.constexpr):
+    """The scale of a block, or of its first half, and its minimum, or the scale of the other half: bytes `byte` and
+    byte + 1 of the word, times the factors.
+
+    Fused: the product is not rounded before what was lifted is taken off, so they come out exact.
+    """
+    if has_minimum(TYPE):
+        a = tl.fma(byte_as_float(word, byte), d, -32768.0 * d)
+        return a, tl.fma(byte_as_float(word, byte + 1), m, -32768.0 * m)
+    else:
+        turned = word ^ -0x7F7F7F80  # 0x80808080: bytes s become s + 128
+        a = tl.fma(byte_as_float(turned, byte), d, -32896.0 * d)
+        return a, tl.fma(byte_as_float(turned, byte + 1), d, -32896.0 * d)
+
+
+@triton.jit
 def expanded_pairs(word, h, i: tl.constexpr, TYPE: tl.constexpr):
     """The four registers of block i of a group from its word and the group's upper bits."""
     p0, p1, p2, p3 = lifted_nibbles(word)
@@ -276,40 +295,23 @@ def block_products(acc, first, second, d, m, d2, m2, b, sums, i: tl.constexpr, T
     p0, p1, p2, p3 = expanded_pairs(first[i], first[7], i, TYPE)
     q0, q1, q2, q3 = expanded_pairs(second[i], second[7], i, TYPE)
     if has_minimum(TYPE):
-        s0, s1, s2, s3 = sums
-        y0, y1, y2, y3 = mma(p0, q0, p1, q1, b0, b1, s0, s1, s2, s3)
+        z0, z1, z2, z3 = sums
+        y0, y1, y2, y3 = mma(p0, q0, p1, q1, b0, b1, z0, z1, z2, z3)
         y0, y1, y2, y3 = mma(p2, q2, p3, q3, b2, b3, y0, y1, y2, y3)
-        # Fused: the product is not rounded before what was lifted is taken off, so the scale comes out exact.
-        a = tl.fma(byte_as_float(first[word], byte), d, -32768.0 * d)
-        a2 = tl.fma(byte_as_float(second[word], byte), d2, -32768.0 * d2)
-        n = tl.fma(byte_as_float(first[word], byte + 1), m, -32768.0 * m)
-        n2 = tl.fma(byte_as_float(second[word], byte + 1), m2, -32768.0 * m2)
-        c0 += a * y0
-        c1 += a * y1
-        c2 += a2 * y2
-        c3 += a2 * y3
-        c0 += n * s0
-        c1 += n * s1
-        c2 += n2 * s2
-        c3 += n2 * s3
     else:  # each half of the block has its own signed scale
         s0, s1, s2, s3, r0, r1, r2, r3 = sums
         y0, y1, y2, y3 = mma(p0, q0, p1, q1, b0, b1, s0, s1, s2, s3)
         z0, z1, z2, z3 = mma(p2, q2, p3, q3, b2, b3, r0, r1, r2, r3)
-        turned = first[word] ^ -0x7F7F7F80  # 0x80808080: bytes s become s + 128
-        turned2 = second[word] ^ -0x7F7F7F80
-        a = tl.fma(byte_as_float(turned, byte), d, -32896.0 * d)
-        a2 = tl.fma(byte_as_float(turned2, byte), d2, -32896.0 * d2)
-        n = tl.fma(byte_as_float(turned, byte + 1), d, -32896.0 * d)
-        n2 = tl.fma(byte_as_float(turned2, byte + 1), d2, -32896.0 * d2)
-        c0 += a * y0
-        c1 += a * y1
-        c2 += a2 * y2
-        c3 += a2 * y3
-        c0 += n * z0
-        c1 += n * z1
-        c2 += n2 * z2
-        c3 += n2 * z3
+    a, n = scales_at(first[word], byte, d, m, TYPE)
+    a2, n2 = scales_at(second[word], byte, d2, m2, TYPE)
+    c0 += a * y0
+    c1 += a * y1
+    c2 += a2 * y2
+    c3 += a2 * y3
+    c0 += n * z0
+    c1 += n * z1
+    c2 += n2 * z2
+    c3 += n2 * z3
     return c0, c1, c2, c3
 
 
@@ -589,18 +591,8 @@ def group_products_single(acc, tile, address, g, factor, TYPE: tl.constexpr):
             y0, y1, y2, y3 = mma(p2, q2, p3, q3, x2, x3, y0, y1, y2, y3)
         else:
             z0, z1, z2, z3 = mma(p2, q2, p3, q3, x2, x3, z0, z1, z2, z3)
-    if has_minimum(TYPE):
-        a = tl.fma(byte_as_float(first[4], 0), d, -32768.0 * d)
-        a2 = tl.fma(byte_as_float(second[4], 0), d2, -32768.0 * d2)
-        n = tl.fma(byte_as_float(first[4], 1), m, -32768.0 * m)
-        n2 = tl.fma(byte_as_float(second[4], 1), m2, -32768.0 * m2)
-    else:
-        turned = first[4] ^ 0x8080
-        turned2 = second[4] ^ 0x8080
-        a = tl.fma(byte_as_float(turned, 0), d, -32896.0 * d)
-        a2 = tl.fma(byte_as_float(turned2, 0), d2, -32896.0 * d2)
-        n = tl.fma(byte_as_float(turned, 1), d, -32896.0 * d)
-        n2 = tl.fma(byte_as_float(turned2, 1), d2, -32896.0 * d2)
+    a, n = scales_at(first[4], 0, d, m, TYPE)
+    a2, n2 = scales_at(second[4], 0, d2, m2, TYPE)
     c0 += a * y0
     c1 += a * y1
     c2 += a2 * y2

@@ -33,6 +33,7 @@ from rekindle.kernels.matmul.types import Packed
 FEW_ROWS = 32  # up to here this beats expanding the matrix first
 SEGMENTS = 4  # matrices of one launch
 WIDE = 8192  # outputs of a launch that fill a large card with four warps each
+LONG = 8192  # columns that can be cut in two
 LARGE = 1 << 25  # values of a launch that runs long
 BROUGHT = 8_000_000  # bytes of the next matrix that a launch of one row has on their way to the L2 when it ends
 BRINGERS = 300  # programs that bring them: the last ones, which leave the memory idle
@@ -43,14 +44,15 @@ class FewConfig(NamedTuple):
     """Warps that share 16 rows of the matrix, side by side along the columns; eights of rows of x in one program,
     or 0 for the form that takes a single row.
 
-    `ahead`: a warp asks for its next step before it multiplies this one. `tiles`: of 16 rows that a warp multiplies by
-    the same x.
+    Of several rows: `ahead`: a warp asks for its next step before it multiplies this one; `tiles`: of 16 rows that a
+    warp multiplies by the same x. Of a single row: `parts` of the columns, which have programs of their own.
     """
 
     warps: int
     eights: int
     ahead: bool
     tiles: int = 1
+    parts: int = 1
 
 
 def few_config(width: int, columns: int, rows: int, paired: bool = False, six_bits: bool = False) -> FewConfig:
@@ -58,7 +60,7 @@ def few_config(width: int, columns: int, rows: int, paired: bool = False, six_bi
     wide = width >= WIDE
     if rows == 1:
         # A narrow matrix takes more warps beside one another, so that enough loads are in flight.
-        config = FewConfig(4 if six_bits or (wide and not paired) else 8, 0, six_bits and not wide)
+        config = FewConfig(4 if six_bits or (wide and not paired) else 8, 0, False)
     elif rows <= 8 or paired:
         config = FewConfig(4, 1, True)
     elif wide and not six_bits:
@@ -67,6 +69,13 @@ def few_config(width: int, columns: int, rows: int, paired: bool = False, six_bi
         config = FewConfig(4, 2, True)
     most = (1 + paired) * (1 << (columns // 256).bit_length() - 1)  # no warp without two groups of its own
     return config._replace(warps=min(config.warps, most))
+
+
+def parts_config(weight: Packed) -> FewConfig | None:
+    """For one row through a matrix whose sums are better left in two parts. Q6_K takes so many registers that its few
+    programs lie unevenly on a card, with too little in flight; for Q4_K adding up costs what it gains (docs/LOG.md)."""
+    pays = weight.type == "Q6_K" and weight.rows < WIDE and weight.columns >= LONG
+    return FewConfig(4, 0, False, parts=2) if pays else None
 
 
 @triton.constexpr_function
@@ -84,7 +93,7 @@ def _hand_over(then, LATE: tl.constexpr, THEN: tl.constexpr, WARPS: tl.constexpr
     if THEN:
         p0, n0, p1, n1, p2, n2, p3, n3, first = then
         turn = (tl.program_id(1) - first).to(tl.int64)
-        one = (tl.arange(0, 32 * WARPS)[None, :] == 0) & (turn >= 0)
+        one = (tl.arange(0, 32 * WARPS)[None, :] == 0) & (turn >= 0) & (tl.program_id(0) == 0)
         bring(p0.to(tl.int64) + turn * n0, n0, (one & (n0 > 0)).to(tl.int32))
         bring(p1.to(tl.int64) + turn * n1, n1, (one & (n1 > 0)).to(tl.int32))
         bring(p2.to(tl.int64) + turn * n2, n2, (one & (n2 > 0)).to(tl.int32))
@@ -95,9 +104,11 @@ def _hand_over(then, LATE: tl.constexpr, THEN: tl.constexpr, WARPS: tl.constexpr
 def _segment(
     x, x_stride, rows, residual, out, codes, high, scales, supers, width, pid, then,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, ADD: tl.constexpr, NT: tl.constexpr, TILES: tl.constexpr,
-    WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr, THEN: tl.constexpr,
+    WARPS: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
+    THEN: tl.constexpr,
 ):  # fmt: skip
-    """16 · TILES outputs of one matrix (16 of a dense one) for 8 · NT rows of x, or for the only row."""
+    """16 · TILES outputs of one matrix (16 of a dense one) for 8 · NT rows of x, or for the only row, or of a part of
+    its columns."""
     g, t, warp = threads(WARPS)
     at = pid * outputs_of(TYPE, TILES)
     row, row2, row3, row4 = rows_of_tiles(at + g, width)
@@ -110,11 +121,13 @@ def _segment(
         _hand_over(then, LATE, THEN, WARPS)
         store_tile(out, residual, over_warps(acc, eights, WARPS), m_first, rows, at, width, eights, ADD)
     elif NT == 0:
+        at, part = whole_tile(at, width), tl.program_id(0)
         single = turn_products(
-            single_address(x, WARPS), codes, high, scales, supers, row, row2, warp, COLUMNS, TYPE, WARPS, AHEAD, EARLY
-        )
+            single_address(x, WARPS), codes, high, scales, supers, (at + g).to(tl.int64), warp, part,
+            COLUMNS, TYPE, WARPS, PARTS, EARLY,
+        )  # fmt: skip
         _hand_over(then, LATE, THEN, WARPS)
-        store_single(out, residual, single_over_warps(single, WARPS), at, width, ADD)
+        store_single(out + part * width, residual, single_over_warps(single, WARPS), at, width, ADD)
     else:
         m = tl.program_id(0) * 8 * NT + 8 * tl.arange(0, NT)[:, None] + g
         address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 4 * t).to(tl.int64)
@@ -126,6 +139,12 @@ def _segment(
         store_tile(out, residual, over_warps(acc, NT, WARPS), m_first, rows, at, width, NT, ADD)
         if TILES == 2:
             store_tile(out, residual, over_warps(acc2, NT, WARPS), m_first, rows, at + 16, width, NT, ADD)
+
+
+@triton.jit
+def whole_tile(at, width):
+    """The last 16 rows for those that would begin later: what two programs compute is the same."""
+    return tl.minimum(at, width - 16)
 
 
 @triton.jit
@@ -149,13 +168,14 @@ def _products_kernel(
     out3, codes3, high3, scales3, supers3, width3,
     p0, n0, p1, n1, p2, n2, p3, n3, first,
     COLUMNS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr, TYPE3: tl.constexpr,
-    ADD: tl.constexpr, NT: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr,
+    ADD: tl.constexpr, NT: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr, THEN: tl.constexpr,
 ):  # fmt: skip
     """Up to four matrices behind one another; a program belongs to one of them.
 
     EARLY: see `starting_early`. LATE: the launch behind is let in when every program has its sums, not when all have
-    begun. THEN: p0 … are planes of the matrix that it reads.
+    begun. THEN: p0 … are planes of the matrix that it reads. PARTS: of the columns of the only matrix, each with an
+    output of its own; with one row of x only.
     """
     if EARLY and not LATE:
         gdc_launch_dependents()
@@ -165,7 +185,7 @@ def _products_kernel(
     if pid < end:
         _segment(
             x, x_stride, rows, residual, out0, codes0, high0, scales0, supers0, width0, pid, then,
-            COLUMNS, TYPE0, ADD, NT, TILES, WARPS, AHEAD, EARLY, LATE, THEN,
+            COLUMNS, TYPE0, ADD, NT, TILES, WARPS, PARTS, AHEAD, EARLY, LATE, THEN,
         )  # fmt: skip
     if TYPE1 != "none":
         pid -= end
@@ -173,7 +193,7 @@ def _products_kernel(
         if (pid >= 0) & (pid < end):
             _segment(
                 x, x_stride, rows, residual, out1, codes1, high1, scales1, supers1, width1, pid, then,
-                COLUMNS, TYPE1, False, NT, TILES, WARPS, AHEAD, EARLY, LATE, THEN,
+                COLUMNS, TYPE1, False, NT, TILES, WARPS, PARTS, AHEAD, EARLY, LATE, THEN,
             )  # fmt: skip
     if TYPE2 != "none":
         pid -= end
@@ -181,14 +201,14 @@ def _products_kernel(
         if (pid >= 0) & (pid < end):
             _segment(
                 x, x_stride, rows, residual, out2, codes2, high2, scales2, supers2, width2, pid, then,
-                COLUMNS, TYPE2, False, NT, TILES, WARPS, AHEAD, EARLY, LATE, THEN,
+                COLUMNS, TYPE2, False, NT, TILES, WARPS, PARTS, AHEAD, EARLY, LATE, THEN,
             )  # fmt: skip
     if TYPE3 != "none":
         pid -= end
         if pid >= 0:
             _segment(
                 x, x_stride, rows, residual, out3, codes3, high3, scales3, supers3, width3, pid, then,
-                COLUMNS, TYPE3, False, NT, TILES, WARPS, AHEAD, EARLY, LATE, THEN,
+                COLUMNS, TYPE3, False, NT, TILES, WARPS, PARTS, AHEAD, EARLY, LATE, THEN,
             )  # fmt: skip
 
 
@@ -205,20 +225,21 @@ def _gated_products_kernel(
         gdc_launch_dependents()
     at = tl.program_id(1) * 16
     g, t, warp = threads(WARPS)
-    row, row2, _, _ = rows_of_tiles(at + g, width)
     is_up = warp % 2 == 1
     codes = tl.where(is_up, up_codes, codes)
     high = tl.where(is_up, up_high, high)
     scales = tl.where(is_up, up_scales, scales)
     supers = tl.where(is_up, up_supers, supers)
     if NT == 0:
+        at = whole_tile(at, width)
         single = turn_products(
-            single_address(x, WARPS), codes, high, scales, supers, row, row2, warp // 2,
-            COLUMNS, TYPE, WARPS // 2, AHEAD, EARLY,
+            single_address(x, WARPS), codes, high, scales, supers, (at + g).to(tl.int64), warp // 2, 0,
+            COLUMNS, TYPE, WARPS // 2, 1, EARLY,
         )  # fmt: skip
         _hand_over((p0, n0, p1, n1, p2, n2, p3, n3, first), LATE, THEN, WARPS)
         store_single(out, out, single_gated_over_warps(single, WARPS), at, width, False)
     else:
+        row, row2, _, _ = rows_of_tiles(at + g, width)
         m = tl.program_id(0) * 8 * NT + 8 * tl.arange(0, NT)[:, None] + g
         address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 4 * t).to(tl.int64)
         acc, _ = tile_products(
@@ -249,11 +270,14 @@ class Lineup(NamedTuple):
         return sum(triton.cdiv(width, outputs) for width, type in pairs if (type == "dense") == dense)
 
 
-def line_up(x: Tensor, weights: Sequence[Packed | Tensor], residual: Tensor | None) -> Lineup:
+def line_up(x: Tensor, weights: Sequence[Packed | Tensor], residual: Tensor | None, parts: int = 1) -> Lineup:
+    """parts: of a single row through the only matrix; its output is then [parts, 1, out] in float32."""
     widths = [weight.shape[0] if isinstance(weight, Tensor) else weight.rows for weight in weights]
     types = ["dense" if isinstance(weight, Tensor) else weight.type for weight in weights]
     dtypes = [x.dtype if residual is None else residual.dtype] + [x.dtype] * (len(weights) - 1)
     outs = [torch.empty(len(x), n, dtype=dtype, device=x.device) for n, dtype in zip(widths, dtypes, strict=True)]
+    if parts > 1:
+        outs = [torch.empty(parts, 1, widths[0], dtype=torch.float32, device=x.device)]
     arguments: list[Tensor | int] = []
     for weight, out, width in zip(weights, outs, widths, strict=True):
         arguments += [out, *planes_of(weight), width]
@@ -276,16 +300,18 @@ def multiply(
     """x [rows, in] through up to SEGMENTS matrices in one launch; residual belongs to the first.
 
     A tensor is a matrix of bfloat16 values; such programs take long, and should stand first. `then` is the matrix that
-    will be read next: what its launch begins with is fetched while this one ends.
+    will be read next: what its launch begins with is fetched while this one ends. Where the config has parts, the only
+    output is [parts, 1, out] in float32, to be added up by whoever reads it.
     """
     rows, columns = x.shape
-    x, line = readable(x), line_up(x, weights, residual)
+    x, line = readable(x), line_up(x, weights, residual, 1 if config is None else config.parts)
     config = config or few_config(sum(line.widths), columns, rows, six_bits="Q6_K" in line.types)
+    assert config.parts == 1 or (len(weights), residual) == (1, None), "parts are of one matrix, without a residual"
     programs = line.tiles(True, 16) + line.tiles(False, 16 * config.tiles)
     _products_kernel[(_programs(rows, config), programs)](
         x, x.stride(0), rows, line.residual, *line.arguments, *_shares_of(then, programs, x), columns, *line.kinds,
-        ADD=residual is not None, NT=config.eights, TILES=config.tiles, WARPS=config.warps, AHEAD=config.ahead,
-        num_warps=config.warps, num_stages=1, **letting_in(x, sum(line.widths), then),
+        ADD=residual is not None, NT=config.eights, TILES=config.tiles, WARPS=config.warps, PARTS=config.parts,
+        AHEAD=config.ahead, num_warps=config.warps, num_stages=1, **letting_in(x, sum(line.widths), then),
     )  # fmt: skip
     return line.outs
 
@@ -340,9 +366,9 @@ def _shares_of(then: Packed | None, programs: int, x: Tensor) -> list[Tensor | i
 
 
 def _programs(rows: int, config: FewConfig) -> int:
-    """Programs beside one another for all rows of x."""
+    """Programs beside one another for all rows of x, or for all parts of the only one."""
     assert config.eights > 0 or (rows, config.tiles) == (1, 1), f"the form for a single row was asked for {rows}"
-    return triton.cdiv(rows, max(1, 8 * config.eights))
+    return triton.cdiv(rows, 8 * config.eights) if config.eights else config.parts
 
 
 def planes_of(weight: Packed | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,9 +1,9 @@
 """Nine to FEW_ROWS rows through large grouped planes in NVIDIA's matrix units, in equal shares; x is `laid` out.
 
-The warps of a program stand along the outputs, so that they read the same x, and some of them side by side along the
-columns. Every program is on the card from the beginning to the end and has an equal share of the work, which is
-counted in units: a block of outputs by one group of columns. Where a share ends inside a block its sums so far go to
-memory, and whoever comes last adds them up in the order of the columns: the same numbers on every run.
+The warps of a program stand along the outputs, so that they read the same x. Every program is on the card from the
+beginning to the end and has an equal share of the work, which is counted in units: a block of outputs by one group of
+columns. Where a share ends inside a block its sums so far go to memory, and whoever comes last adds them up in the
+order of the columns: the same numbers on every run.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,14 +19,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rekindle.kernels.device import processors, starting_early
+from rekindle.kernels.device import processors, reads_much, starting_early
 from rekindle.kernels.matmul.arrivals import all_arrived, counters
-from rekindle.kernels.matmul.laid import Laid, lay_out, load_lifts, load_piece, over_columns
+from rekindle.kernels.matmul.laid import Laid, lay_out, load_piece
 from rekindle.kernels.matmul.mma import (
-    block_products,
     dense_products,
+    expanded_pairs,
     factors,
+    mma,
     over_warps,
+    scales_at,
     store_one,
     store_tile,
     threads,
@@ -37,20 +39,14 @@ from rekindle.kernels.matmul.types import Packed
 
 REGISTERS = 65536  # of a multiprocessor
 LEAST_ROWS = 9
-LEAST, MOST = 7 << 22, 1 << 28  # values of a launch: a small one has no time to share, a huge one evens out by itself
+LEAST = 7 << 22  # values of a launch: a small one has no time to share
 
 
 class ShareForm(NamedTuple):
-    """Warps of a program along the outputs, and beside one another along the columns; programs that a multiprocessor
-    holds."""
+    """Warps of a program, and programs that a multiprocessor holds."""
 
-    along: int
-    beside: int
+    warps: int
     resident: int
-
-    @property
-    def warps(self) -> int:
-        return self.along * self.beside
 
     @property
     def registers(self) -> int:
@@ -60,18 +56,24 @@ class ShareForm(NamedTuple):
 
 def pays(rows: int, values: int) -> bool:
     """Whether a launch over so many values of matrices is faster in equal shares."""
-    return rows >= LEAST_ROWS and LEAST <= values < MOST
+    return rows >= LEAST_ROWS and values >= LEAST
 
 
-PAIRED = ShareForm(4, 1, 3)  # the fastest of those timed on an H200 (docs/LOG.md)
-UP_TO_16 = ShareForm(4, 2, 2)
-UP_TO_32 = ShareForm(4, 1, 3)
+UP_TO_16 = ShareForm(8, 2)  # the fastest of those timed on an H200 (docs/LOG.md)
+UP_TO_32 = ShareForm(4, 3)
 
 
 # ---- loads --------------------------------------------------------------------------------------------------------
 #
-# None of them is pure: the compiler would put what is loaded ahead off until it is used. (What is
-# loaded before gdc_wait the assembler still puts behind it.)
+# Those of weights are plain, none of them pure, and in front of `hold`: ptxas would put them off until they are used.
+
+
+@triton.jit
+def hold(t):
+    """Every load before this is on its way. The result is of no use."""
+    return tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [t], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -82,7 +84,7 @@ def load_codes(p, live):
         {
             .reg .pred go;
             setp.ne.b32 go, $5, 0;
-            @go ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];
+            @go ld.global.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];
         }
         """,
         "=&r,=&r,=&r,=&r,l,r",
@@ -101,7 +103,7 @@ def load_pair(p, live):
         {
             .reg .pred go;
             setp.ne.b32 go, $3, 0;
-            @go ld.global.nc.v2.b32 {$0, $1}, [$2];
+            @go ld.global.v2.b32 {$0, $1}, [$2];
         }
         """,
         "=&r,=&r,l,r",
@@ -121,7 +123,7 @@ def load_or_nought(p, live):
             .reg .pred go;
             setp.ne.b32 go, $2, 0;
             mov.b32 $0, 0;
-            @go ld.global.nc.b32 $0, [$1];
+            @go ld.global.b32 $0, [$1];
         }
         """,
         "=&r,l,r",
@@ -133,73 +135,161 @@ def load_or_nought(p, live):
 
 
 @triton.jit
-def load_row(codes, high, scales, supers, row, group, live, t, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
-    """As `mma.load_group`; numbers of 32 bits do, since no matrix has 2^31 words of codes."""
-    super = load_or_nought(supers + (row * (COLUMNS // 256) + group // 2), live)
-    e0, e1 = load_pair(scales + (row * (COLUMNS // 32) + group * 4), live)
-    if bits_of(TYPE) == 5:
-        h = load_or_nought(high + (row * (COLUMNS // 32) + group * 4 + t), live)
-    if bits_of(TYPE) == 6:
-        lower, upper = load_pair(high + (row * (COLUMNS // 32) + group * 4 + t), live)
-        h = lower.to(tl.uint32, bitcast=True).to(tl.int64) | upper.to(tl.int64) << 32
-    w0, w1, w2, w3 = load_codes(codes + (row * (COLUMNS // 8) + group * 16 + t * 4), live)
-    if bits_of(TYPE) == 4:
-        h = w0
-    return w0, w1, w2, w3, e0, e1, super if has_minimum(TYPE) else super.to(tl.float32, bitcast=True), h
+def load_sums(address):
+    """8 bytes as two numbers."""
+    return tl.inline_asm_elementwise(
+        "ld.global.v2.b32 {$0, $1}, [$2];",
+        "=f,=f,l",
+        [address],
+        dtype=(tl.float32, tl.float32),
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
-def load_step(codes, high, scales, supers, row, row2, group, end, t, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
-    """A group of both rows; from the end on its factors are zero."""
+def planes_at(codes, high, scales, supers, row, group, t, COLUMNS: tl.constexpr):
+    """Where this thread finds its words, upper bits and scales of a row's group, and the row's entries of `supers`.
+    Numbers of 32 bits do, since no matrix has 2^31 words of codes."""
+    block = row * (COLUMNS // 32) + group * 4
+    return codes + (block * 4 + t * 4), high + (block + t), scales + block, supers + row * (COLUMNS // 256)
+
+
+@triton.jit
+def moved_on(planes, groups: tl.constexpr):
+    c, h, e, s = planes
+    return c + 16 * groups, h + 4 * groups, e + 4 * groups, s
+
+
+@triton.jit
+def load_row(planes, group, live, TYPE: tl.constexpr):
+    """As `mma.load_group`, from `planes_at` this group."""
+    c, h, e, s = planes
+    super = load_or_nought(s + group // 2, live)
+    e0, e1 = load_pair(e, live)
+    if bits_of(TYPE) == 5:
+        upper = load_or_nought(h, live)
+    if bits_of(TYPE) == 6:
+        low, high = load_pair(h, live)
+        upper = low.to(tl.uint32, bitcast=True).to(tl.int64) | high.to(tl.int64) << 32
+    w0, w1, w2, w3 = load_codes(c, live)
+    if bits_of(TYPE) == 4:
+        upper = w0
+    return w0, w1, w2, w3, e0, e1, super if has_minimum(TYPE) else super.to(tl.float32, bitcast=True), upper
+
+
+@triton.jit
+def load_step(first, second, group, end, ahead: tl.constexpr, TYPE: tl.constexpr):
+    """The group so many on, of both rows; from the end on its factors are zero."""
+    group += ahead
     live = (group < end).to(tl.int32)
-    first = load_row(codes, high, scales, supers, row, group, live, t, COLUMNS, TYPE)
-    return first, load_row(codes, high, scales, supers, row2, group, live, t, COLUMNS, TYPE)
+    return load_row(moved_on(first, ahead), group, live, TYPE), load_row(moved_on(second, ahead), group, live, TYPE)
 
 
 # ---- products -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def step_products(acc, step, x, lifts, group, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
+def lowered(pair):
+    """160 off both bfloat16 numbers: the lift of a Q6_K code, and its zero."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [pair, 0x3F803F80, -0x3CDF3CE0],  # 1 and -160, twice; a plain addition is newer than the cards this is for
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def lowered_pairs(word, h, i: tl.constexpr, TYPE: tl.constexpr):
+    """`expanded_pairs`, and the lift is taken off at once where no minimum is taken off later."""
+    p0, p1, p2, p3 = expanded_pairs(word, h, i, TYPE)
+    if has_minimum(TYPE):
+        return p0, p1, p2, p3
+    else:
+        return lowered(p0), lowered(p1), lowered(p2), lowered(p3)
+
+
+@triton.jit
+def block_products(acc, step, factor, factor2, b, sums, i: tl.constexpr, TYPE: tl.constexpr):
+    """acc += block i of a group's weights times x in the registers b. As `mma.block_products`, but the lift comes off
+    together with the minimum: so `sums` is two registers, and not the four that a matrix instruction begins with."""
+    first, second = step
+    c0, c1, c2, c3 = acc
+    b0, b1, b2, b3 = b
+    word: tl.constexpr = 4 + i // 2
+    byte: tl.constexpr = 2 * (i % 2)
+    p0, p1, p2, p3 = lowered_pairs(first[i], first[7], i, TYPE)
+    q0, q1, q2, q3 = lowered_pairs(second[i], second[7], i, TYPE)
+    a, n = scales_at(first[word], byte, factor[0], factor[1], TYPE)
+    a2, n2 = scales_at(second[word], byte, factor2[0], factor2[1], TYPE)
+    nought = tl.zeros(c0.shape, tl.float32)
+    y0, y1, y2, y3 = mma(p0, q0, p1, q1, b0, b1, nought, nought, nought, nought)
+    if has_minimum(TYPE):
+        y0, y1, y2, y3 = mma(p2, q2, p3, q3, b2, b3, y0, y1, y2, y3)
+        z0, z1 = sums
+        z2, z3 = z0, z1
+        n += a
+        n2 += a2
+    else:  # each half of the block has its own signed scale
+        z0, z1, z2, z3 = mma(p2, q2, p3, q3, b2, b3, nought, nought, nought, nought)
+    c0 += a * y0
+    c1 += a * y1
+    c2 += a2 * y2
+    c3 += a2 * y3
+    c0 += n * z0
+    c1 += n * z1
+    c2 += n2 * z2
+    c3 += n2 * z3
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def step_products(acc, step, x, lifts, group, TYPE: tl.constexpr):
     """acc += a group's weights times x (x and lifts are addresses of group 0, [NT, threads])."""
     NT: tl.constexpr = x.shape[0]
-    first, second = step
-    d, m = factors(first[6], TYPE)
-    d2, m2 = factors(second[6], TYPE)
     x += group * (NT * 2048)
     lifts += group * (NT * 256)
+    factor, factor2 = factors(step[0][6], TYPE), factors(step[1][6], TYPE)
     for i in tl.static_range(4):
         b = load_piece(x + i * (NT * 512))
-        sums = load_lifts(lifts + i * (NT * 64), COLUMNS * NT * 2, TYPE)
-        acc = block_products(acc, first, second, d, m, d2, m2, b, sums, i, TYPE)
+        sums = load_sums(lifts + i * (NT * 64)) if has_minimum(TYPE) else b  # else of no use
+        acc = block_products(acc, step, factor, factor2, b, sums, i, TYPE)
     return acc
 
 
 @triton.jit
 def piece_products(
-    x, lifts, codes, high, scales, supers, row, row2, beside, begin, end,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, STRIDE: tl.constexpr, EARLY: tl.constexpr,
+    x, lifts, codes, high, scales, supers, row, row2, begin, end,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rows `row` and `row2` of a matrix times x over the groups begin + beside, begin + beside + STRIDE, … before end:
-    four [NT, threads]. While one step is multiplied the next one is on its way.
+    """Rows `row` and `row2` of a matrix times x over the groups begin … end - 1: four [NT, threads]. While one step is
+    multiplied the next one is on its way.
 
     EARLY: this launch began before the one that writes x was done, and waits for it here.
     """
-    t = threads(beside.shape[1] // 32)[1]
+    t = threads(row.shape[1] // 32)[1]
     nought = tl.zeros(x.shape, tl.float32)
     acc = (nought, nought, nought, nought)
-    group = begin + beside
-    step = load_step(codes, high, scales, supers, row, row2, group, end, t, COLUMNS, TYPE)
-    other = load_step(codes, high, scales, supers, row, row2, group + STRIDE, end, t, COLUMNS, TYPE)
+    first = planes_at(codes, high, scales, supers, row, begin, t, COLUMNS)
+    second = planes_at(codes, high, scales, supers, row2, begin, t, COLUMNS)
+    step = load_step(first, second, begin, end, 0, TYPE)
+    other = load_step(first, second, begin, end, 1, TYPE)
     if EARLY:
         gdc_wait()
-    for at in range(begin, end, 2 * STRIDE):
-        acc = step_products(acc, step, x, lifts, tl.minimum(group, end - 1), COLUMNS, TYPE)
-        step = load_step(codes, high, scales, supers, row, row2, group + 2 * STRIDE, end, t, COLUMNS, TYPE)
-        if at + STRIDE < end:
-            acc = step_products(acc, other, x, lifts, tl.minimum(group + STRIDE, end - 1), COLUMNS, TYPE)
-        other = load_step(codes, high, scales, supers, row, row2, group + 3 * STRIDE, end, t, COLUMNS, TYPE)
-        group += 2 * STRIDE
+    hold(t)
+    for group in range(begin, end, 2):
+        acc = step_products(acc, step, x, lifts, group, TYPE)
+        step = load_step(first, second, group, end, 2, TYPE)
+        hold(t)
+        if group + 1 < end:
+            acc = step_products(acc, other, x, lifts, group + 1, TYPE)
+        other = load_step(first, second, group, end, 3, TYPE)
+        hold(t)
+        first = moved_on(first, 2)
+        second = moved_on(second, 2)
     return acc
 
 
@@ -263,18 +353,20 @@ def share_of_matrix(
     values, lifts, rows, residual, partials, arrived, program, programs, units, before,
     out, codes, high, scales, supers, width,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, NT: tl.constexpr,
-    ALONG: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
+    WARPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """What this program has to do of one matrix, which stands behind `before` units of others. GATED: planes of even
-    warps are those of gate, of odd warps those of up, and two of them take the same outputs."""
-    SIZE: tl.constexpr = NT * 32 * ALONG
-    TILES: tl.constexpr = ALONG // 2 if GATED else ALONG  # of 16 outputs in a block
+    warps are those of gate, of odd warps those of up, and two of them take the same outputs.
+
+    EARLY: the launch behind is let in when this program has its sums; one without a share lets it in as it ends."""
+    SIZE: tl.constexpr = NT * 32 * WARPS
+    TILES: tl.constexpr = WARPS // 2 if GATED else WARPS  # of 16 outputs in a block
     groups: tl.constexpr = COLUMNS // 128
-    g, t, warp = threads(ALONG * BESIDE)
+    g, t, warp = threads(WARPS)
     eight = tl.arange(0, NT)[:, None]
     x_at = (values + 8 * (32 * eight + 4 * g + t)).to(tl.int64)
     lifts_at = (lifts + 16 * eight + 4 * t).to(tl.int64)
-    quads_at = partials + eight * (32 * ALONG) + tl.arange(0, 32 * ALONG)[None, :]
+    quads_at = partials + eight * (32 * WARPS) + tl.arange(0, 32 * WARPS)[None, :]
     place = tl.arange(0, 32 * TILES)[None, :]
     lo = tl.maximum(program * units // programs - before, 0)
     hi = tl.minimum((program + 1) * units // programs - before, tl.cdiv(width, 16 * TILES) * groups)
@@ -282,12 +374,14 @@ def share_of_matrix(
     for block in range(lo // groups, stop):
         begin = tl.maximum(lo - block * groups, 0)
         end = tl.minimum(hi - block * groups, groups)
-        n = (block * TILES + warp % ALONG // (ALONG // TILES)) * 16 + g
-        acc = piece_products(
+        n = (block * TILES + warp // (WARPS // TILES)) * 16 + g
+        c0, c1, c2, c3 = piece_products(
             x_at, lifts_at, codes, high, scales, supers, tl.minimum(n, width - 1), tl.minimum(n + 8, width - 1),
-            warp // ALONG, begin, end, COLUMNS, TYPE, BESIDE, EARLY,
+            begin, end, COLUMNS, TYPE, EARLY,
         )  # fmt: skip
-        c0, c1, c2, c3 = over_columns(acc, NT, ALONG, BESIDE)
+        if EARLY:  # noqa: SIM102  decided at compile time; the inner one on the device
+            if block == stop - 1:
+                gdc_launch_dependents()
         complete = (begin == 0) & (end == groups)
         if not complete:
             save(quads_at + (2 * program + (begin == 0).to(tl.int32)) * (4 * SIZE), (c0, c1, c2, c3), SIZE)
@@ -335,82 +429,82 @@ def dense_tile(
 
 @triton.jit
 def part_of_launch(
-    x, x_stride, values, whole, halves, rows, residual, partials, arrived, program, programs, units, before, tile,
+    x, x_stride, values, lifts, rows, residual, partials, arrived, program, programs, units, before, tile,
     out, codes, high, scales, supers, width,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, ADD: tl.constexpr, NT: tl.constexpr,
-    ALONG: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, ADD: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One of the matrices; returns units before the next one, and the tile counted from the next dense one."""
     if TYPE == "dense":
-        dense_tile(x, x_stride, rows, residual, out, codes, width, tile, COLUMNS, ADD, NT, ALONG * BESIDE, EARLY)
+        dense_tile(x, x_stride, rows, residual, out, codes, width, tile, COLUMNS, ADD, NT, WARPS, EARLY)
         return before, tile - tl.cdiv(width, 16)
     else:
         share_of_matrix(
-            values, whole if has_minimum(TYPE) else halves, rows, residual, partials, arrived, program, programs,
-            units, before, out, codes, high, scales, supers, width,
-            COLUMNS, TYPE, ADD, False, NT, ALONG, BESIDE, EARLY,
+            values, lifts, rows, residual, partials, arrived, program, programs, units, before,
+            out, codes, high, scales, supers, width, COLUMNS, TYPE, ADD, False, NT, WARPS, EARLY,
         )  # fmt: skip
-        return before + tl.cdiv(width, 16 * ALONG) * (COLUMNS // 128), tile
+        return before + tl.cdiv(width, 16 * WARPS) * (COLUMNS // 128), tile
 
 
+@reads_much
 @triton.jit(do_not_specialize=["rows", "dense", "units"])
 def _shares_kernel(
-    x, x_stride, values, whole, halves, rows, residual, partials, arrived, dense, units,
+    x, x_stride, values, lifts, rows, residual, partials, arrived, dense, units,
     out0, codes0, high0, scales0, supers0, width0,
     out1, codes1, high1, scales1, supers1, width1,
     out2, codes2, high2, scales2, supers2, width2,
     out3, codes3, high3, scales3, supers3, width3,
     COLUMNS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr, TYPE3: tl.constexpr,
-    ADD: tl.constexpr, NT: tl.constexpr, ALONG: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
+    ADD: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Up to four matrices behind one another. The first `dense` programs take 16 outputs of a dense one each, the
     others share the quantised ones."""
-    if EARLY:
-        gdc_launch_dependents()
     tile = tl.program_id(0)
     program = tile - dense
     programs = tl.num_programs(0) - dense
     before, tile = part_of_launch(
-        x, x_stride, values, whole, halves, rows, residual, partials, arrived, program, programs, units, 0, tile,
-        out0, codes0, high0, scales0, supers0, width0, COLUMNS, TYPE0, ADD, NT, ALONG, BESIDE, EARLY,
+        x, x_stride, values, lifts, rows, residual, partials, arrived, program, programs, units, 0, tile,
+        out0, codes0, high0, scales0, supers0, width0, COLUMNS, TYPE0, ADD, NT, WARPS, EARLY,
     )  # fmt: skip
     if TYPE1 != "none":
         before, tile = part_of_launch(
-            x, x_stride, values, whole, halves, rows, residual, partials, arrived, program, programs, units, before,
+            x, x_stride, values, lifts, rows, residual, partials, arrived, program, programs, units, before,
             tile, out1, codes1, high1, scales1, supers1, width1,
-            COLUMNS, TYPE1, False, NT, ALONG, BESIDE, EARLY,
+            COLUMNS, TYPE1, False, NT, WARPS, EARLY,
         )  # fmt: skip
     if TYPE2 != "none":
         before, tile = part_of_launch(
-            x, x_stride, values, whole, halves, rows, residual, partials, arrived, program, programs, units, before,
+            x, x_stride, values, lifts, rows, residual, partials, arrived, program, programs, units, before,
             tile, out2, codes2, high2, scales2, supers2, width2,
-            COLUMNS, TYPE2, False, NT, ALONG, BESIDE, EARLY,
+            COLUMNS, TYPE2, False, NT, WARPS, EARLY,
         )  # fmt: skip
     if TYPE3 != "none":
         before, tile = part_of_launch(
-            x, x_stride, values, whole, halves, rows, residual, partials, arrived, program, programs, units, before,
+            x, x_stride, values, lifts, rows, residual, partials, arrived, program, programs, units, before,
             tile, out3, codes3, high3, scales3, supers3, width3,
-            COLUMNS, TYPE3, False, NT, ALONG, BESIDE, EARLY,
+            COLUMNS, TYPE3, False, NT, WARPS, EARLY,
         )  # fmt: skip
 
 
+@reads_much
 @triton.jit(do_not_specialize=["rows", "units"])
 def _gated_shares_kernel(
     values, lifts, rows, partials, arrived, units, out, width,
     codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, NT: tl.constexpr, ALONG: tl.constexpr, BESIDE: tl.constexpr,
-    EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """silu(gate x) · (up x): even warps take gate, odd ones up."""
-    if EARLY:
-        gdc_launch_dependents()
-    is_up = threads(ALONG * BESIDE)[2] % 2 == 1
+    is_up = threads(WARPS)[2] % 2 == 1
     share_of_matrix(
         values, lifts, rows, out, partials, arrived, tl.program_id(0), tl.num_programs(0), units, 0,
         out, tl.where(is_up, up_codes, codes), tl.where(is_up, up_high, high), tl.where(is_up, up_scales, scales),
         tl.where(is_up, up_supers, supers), width,
-        COLUMNS, TYPE, False, True, NT, ALONG, BESIDE, EARLY,
+        COLUMNS, TYPE, False, True, NT, WARPS, EARLY,
     )  # fmt: skip
+
+
+def form_for(laid: Laid) -> ShareForm:
+    return UP_TO_16 if laid.eights <= 2 else UP_TO_32
 
 
 def multiply(
@@ -423,14 +517,14 @@ def multiply(
     rows, columns = x.shape
     x, line = readable(x), line_up(x, weights, residual)
     laid = lay_out(x)
-    form = form or (UP_TO_16 if laid.eights <= 2 else UP_TO_32)
+    form = form or form_for(laid)
     dense = line.tiles(True, 16)
-    units = line.tiles(False, 16 * form.along) * (columns // 128)
+    units = line.tiles(False, 16 * form.warps) * (columns // 128)
     programs = _programs(units, form, x.device, dense)
     _shares_kernel[(dense + programs,)](
-        x, x.stride(0), laid.values, laid.whole, laid.halves, rows, line.residual,
+        x, x.stride(0), laid.values, laid.whole, rows, line.residual,
         _partials(programs, laid, form), counters(x.device), dense, units, *line.arguments, columns, *line.kinds,
-        ADD=residual is not None, NT=laid.eights, ALONG=form.along, BESIDE=form.beside,
+        ADD=residual is not None, NT=laid.eights, WARPS=form.warps,
         num_warps=form.warps, num_stages=1, maxnreg=form.registers, **starting_early(x.device),
     )  # fmt: skip
     return line.outs
@@ -440,26 +534,24 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, form: ShareForm | None = None) -
     """silu(gate x) · (up x); both matrices of one type."""
     rows, columns = x.shape
     laid = lay_out(readable(x))
-    form = form or PAIRED
+    form = form or form_for(laid)
     out = torch.empty(rows, gate.rows, dtype=x.dtype, device=x.device)
-    units = triton.cdiv(gate.rows, 8 * form.along) * (columns // 128)
+    units = triton.cdiv(gate.rows, 8 * form.warps) * (columns // 128)
     programs = _programs(units, form, x.device)
     _gated_shares_kernel[(programs,)](
-        laid.values, laid.halves if gate.type == "Q6_K" else laid.whole, rows, _partials(programs, laid, form),
-        counters(x.device), units, out, gate.rows, *planes_of(gate), *planes_of(up), columns, gate.type,
-        NT=laid.eights, ALONG=form.along, BESIDE=form.beside,
+        laid.values, laid.whole, rows, _partials(programs, laid, form), counters(x.device), units, out, gate.rows,
+        *planes_of(gate), *planes_of(up), columns, gate.type, NT=laid.eights, WARPS=form.warps,
         num_warps=form.warps, num_stages=1, maxnreg=form.registers, **starting_early(x.device),
     )  # fmt: skip
     return out
 
 
 def _programs(units: int, form: ShareForm, device: torch.device, dense: int = 0) -> int:
-    """As many as the card holds at once, beside those of dense tiles; each with a unit for all warps that stand beside
-    one another."""
+    """As many as the card holds at once, beside those of dense tiles; each with a unit at least."""
     room = max(processors(device), processors(device) * form.resident - dense)  # a small card has dense tiles wait
-    return max(1, min(room, units // form.beside))
+    return max(1, min(room, units))
 
 
 def _partials(programs: int, laid: Laid, form: ShareForm) -> Tensor:
     """Two places for every program."""
-    return torch.empty(programs, 2, 4, laid.eights, 32 * form.along, dtype=torch.float32, device=laid.whole.device)
+    return torch.empty(programs, 2, 4, laid.eights, 32 * form.warps, dtype=torch.float32, device=laid.whole.device)

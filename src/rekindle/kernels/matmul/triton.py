@@ -9,7 +9,6 @@ library multiplies.
 
 from __future__ import annotations
 
-import threading
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -19,11 +18,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rekindle.kernels.device import starting_early, stream_of
+from rekindle.kernels.device import starting_early
 from rekindle.kernels.matmul import laid, mma, nvidia, shares
 from rekindle.kernels.matmul.arrivals import all_arrived, counters
 from rekindle.kernels.matmul.dense import product
 from rekindle.kernels.matmul.nvidia import SEGMENTS
+from rekindle.kernels.matmul.scratch import scratch
 from rekindle.kernels.matmul.tiles import block_numbers, dot_blocks, dot_pair, load_weights
 from rekindle.kernels.matmul.types import Matrix, Packed
 
@@ -66,16 +66,23 @@ def rows_config(type: str, out: int, columns: int, rows: int) -> RowsConfig:
     return RowsConfig(64, 4, 0, 4, 3)
 
 
-def multiply(x: Tensor, weight: Packed, residual: Tensor | None = None) -> Tensor:
+def multiply(x: Tensor, weight: Packed, residual: Tensor | None = None, then: Matrix | None = None) -> Tensor:
     """x [rows, in] -> [rows, out] in x.dtype, or added to residual [rows, out] in its type."""
     rows = x.shape[0]
     if by_units(x, weight):
-        return _products(x, [weight], residual)[0] if few(rows) else many_rows(x, weight, residual)
+        return _products(x, [weight], residual, then)[0] if few(rows) else many_rows(x, weight, residual)
     if rows == 1:
         return launch_row(x, [weight], residual)[0]
     if rows < MANY_ROWS:
         return few_rows(x, weight, residual=residual)
     return many_rows(x, weight, residual)
+
+
+def multiply_in_parts(x: Tensor, weight: Packed, then: Matrix | None = None) -> Tensor:
+    config = nvidia.parts_config(weight) if x.shape[0] == 1 and by_units(x, weight) else None
+    if config is None:
+        return multiply(x, weight, then=then)
+    return nvidia.multiply(x, [weight], config=config, then=_planes_to_come(x, then))[0]
 
 
 def multiply_by_all(x: Tensor, matrices: list[Matrix], then: Matrix | None = None) -> list[Tensor]:
@@ -137,7 +144,7 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, then: Matrix | None = None) -> T
 
 def by_units(x: Tensor, *weights: Packed) -> bool:
     """All of these can be multiplied by x in NVIDIA's matrix units."""
-    return mma.available(x) and all(mma.takes(weight.type) for weight in weights)
+    return mma.available(x) and all(mma.takes(weight) for weight in weights)
 
 
 def few(rows: int) -> bool:
@@ -560,21 +567,6 @@ def row_slab(weight: Packed, start: int, stop: int) -> Packed:
         None if weight.high is None else weight.high[start:stop], weight.scales[start:stop],
         None if weight.supers is None else weight.supers[start:stop],
     )  # fmt: skip
-
-
-_scratch: dict[tuple[torch.device, torch.dtype, int, int], Tensor] = {}
-_outgrown: list[Tensor] = []
-
-
-def scratch(like: Tensor, rows: int, columns: int) -> Tensor:
-    """A buffer [rows, columns] that the next call of this thread on this stream overwrites; grows as is asked for."""
-    stream = stream_of(like.device)
-    key = (like.device, like.dtype, threading.get_ident(), stream)
-    if key not in _scratch or _scratch[key].numel() < rows * columns:
-        if key in _scratch and stream:  # steps are recorded beside the default stream: they go on using the smaller one
-            _outgrown.append(_scratch[key])
-        _scratch[key] = torch.empty(rows * columns, dtype=like.dtype, device=like.device)
-    return _scratch[key][: rows * columns].view(rows, columns)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from rekindle.kernels.matmul.mma import ask_for, byte_as_float, expanded_pairs, factors, lift_of, load_two, mma, threads
+from rekindle.kernels.matmul.mma import expanded_pairs, factors, lift_of, load_two, mma, scales_at, threads
 from rekindle.kernels.matmul.tiles import bits_of, has_minimum
 
 
@@ -93,19 +93,8 @@ def group_products(upper, lower, first, second, super, super2, address, t, TYPE:
             z2 = tl.where(t == i, h2, z2)
         y = tl.where(t == i, c0, y)
         y2 = tl.where(t == i, c2, y2)
-    if has_minimum(TYPE):
-        # Fused: the product is not rounded before what was lifted is taken off, so the scale comes out exact.
-        a = tl.fma(byte_as_float(first[4], 0), d, -32768.0 * d)
-        a2 = tl.fma(byte_as_float(second[4], 0), d2, -32768.0 * d2)
-        n = tl.fma(byte_as_float(first[4], 1), m, -32768.0 * m)
-        n2 = tl.fma(byte_as_float(second[4], 1), m2, -32768.0 * m2)
-    else:
-        turned = first[4] ^ 0x8080  # bytes s become s + 128
-        turned2 = second[4] ^ 0x8080
-        a = tl.fma(byte_as_float(turned, 0), d, -32896.0 * d)
-        a2 = tl.fma(byte_as_float(turned2, 0), d2, -32896.0 * d2)
-        n = tl.fma(byte_as_float(turned, 1), d, -32896.0 * d)
-        n2 = tl.fma(byte_as_float(turned2, 1), d2, -32896.0 * d2)
+    a, n = scales_at(first[4], 0, d, m, TYPE)
+    a2, n2 = scales_at(second[4], 0, d2, m2, TYPE)
     upper += a * y
     lower += a2 * y2
     upper += n * z
@@ -115,30 +104,35 @@ def group_products(upper, lower, first, second, super, super2, address, t, TYPE:
 
 @triton.jit
 def turn_products(
-    address, codes, high, scales, supers, row, row2, pair,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, STRIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    address, codes, high, scales, supers, row, warp, part,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rows `row` and `row2` of a matrix times the row x over the pairs of groups pair, pair + STRIDE, …: the first and
-    third of four [1, threads], to be added up over t and the warps. address: `single_address`.
+    """Rows `row` and row + 8 of a matrix times the row x: the first and third of four [1, threads], to be added up over
+    t and the warps. address: `single_address`.
 
-    AHEAD: what the next turn reads is asked for, on its way to the L2, before this one is multiplied.
+    In a turn each of WARPS warps takes a pair of groups. A program takes all turns, or the `part`th of PARTS stretches.
     EARLY: this launch began before the one that writes x was done, and waits for it here. It waits in every turn,
     which costs next to nothing after the first and keeps each turn's loads together.
     """
-    t = threads(pair.shape[1] // 32)[1]
+    t = threads(warp.shape[1] // 32)[1]
     pairs: tl.constexpr = COLUMNS // 256
-    FULL: tl.constexpr = pairs % STRIDE == 0  # no warp has a turn past the end
-    upper = tl.zeros(pair.shape, tl.float32)
+    turns: tl.constexpr = (pairs + WARPS - 1) // WARPS
+    FULL: tl.constexpr = pairs % WARPS == 0  # no warp has a turn past the end
+    upper = tl.zeros(warp.shape, tl.float32)
     lower = upper
     scales = scales.to(tl.pointer_type(tl.uint16))  # so that a load leaves no sign to be extended
-    block, block2 = row * (COLUMNS // 32) + pair * 8, row2 * (COLUMNS // 32) + pair * 8
-    c, c2 = codes + block * 4 + t * 4, codes + block2 * 4 + t * 4
-    h, h2 = high + block + t, high + block2 + t
-    e, e2 = scales + block + t, scales + block2 + t
-    s, s2 = supers + row * pairs + pair, supers + row2 * pairs + pair
+    begin, end = 0, turns
+    if PARTS > 1:
+        begin, end = part * turns // PARTS, (part + 1) * turns // PARTS
+    pair = warp + begin * WARPS
+    block = row * (COLUMNS // 32) + pair * 8
+    c, h, e = codes + block * 4 + t * 4, high + block + t, scales + block + t
+    s = supers + row * pairs + pair
     x = address + pair * 512
-    for _ in tl.range(0, pairs, STRIDE, loop_unroll_factor=1):
+    for _ in tl.range(begin, end, loop_unroll_factor=1):
         live = pair < pairs
+        # Eight rows on. Not so far that a load could not add it by itself: these take no registers.
+        c2, h2, e2, s2 = c + COLUMNS, h + COLUMNS // 4, e + COLUMNS // 4, s + COLUMNS // 32
         first = load_group(c, h, e, live, FULL, TYPE)
         second = load_group(c2, h2, e2, live, FULL, TYPE)
         third = load_group(c + 16, h + 4, e + 4, live, FULL, TYPE)
@@ -150,23 +144,12 @@ def turn_products(
             gdc_wait()
         else:
             here = hold(here)
-        if AHEAD:  # a quarter each of the 128 bytes of a row
-            later = (pair + STRIDE < pairs).to(tl.int32)
-            ask_for(c + 32 * STRIDE + 4 * t, later)
-            ask_for(c2 + 32 * STRIDE + 4 * t, later)
-            if bits_of(TYPE) > 4:
-                ask_for(h + 8 * STRIDE + t, later)
-                ask_for(h2 + 8 * STRIDE + t, later)
         upper, lower = group_products(upper, lower, first, second, super, super2, here, t, TYPE)
         upper, lower = group_products(upper, lower, third, fourth, super, super2, here + 256, t, TYPE)
-        pair += STRIDE
-        c += 32 * STRIDE
-        c2 += 32 * STRIDE
-        h += 8 * STRIDE
-        h2 += 8 * STRIDE
-        e += 8 * STRIDE
-        e2 += 8 * STRIDE
-        s += STRIDE
-        s2 += STRIDE
-        x += 512 * STRIDE
+        pair += WARPS
+        c += 32 * WARPS
+        h += 8 * WARPS
+        e += 8 * WARPS
+        s += WARPS
+        x += 512 * WARPS
     return upper, upper, lower, lower

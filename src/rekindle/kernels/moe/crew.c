@@ -449,18 +449,6 @@ Crew *crew_start(const int64_t *box, int threads, int64_t most_columns, int64_t 
 
 int crew_threads(const Crew *c) { return c ? c->threads : 0; }
 
-/* What the kernels do, from the host: raise `asked`, wait for `done`. 0 if that did not come within so many ns. */
-int crew_ask(Crew *c, int64_t patience) {
-    uint32_t request = atomic_load(c->box.asked) + 1;
-    int64_t until = now_ns() + patience;
-    atomic_store_explicit(c->box.asked, request, memory_order_release);
-    while (atomic_load_explicit(c->box.done, memory_order_acquire) != request) {
-        if (now_ns() > until) return 0;
-        pause_a_little();
-    }
-    return 1;
-}
-
 void crew_stop(Crew *c) {
     if (!c) return;
     atomic_store(&c->stop, 1);

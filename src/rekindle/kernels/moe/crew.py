@@ -1,4 +1,4 @@
-"""Threads that compute cold experts from their planes, asked through a mailbox by the device or by the host.
+"""Threads that compute cold experts from their planes, asked by the device through a mailbox.
 
 `crew.c` is compiled once per machine with the compiler that Triton needs anyway.
 """
@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rekindle.errors import CrewLost
 from rekindle.kernels.matmul.packing import GROUPED
 from rekindle.kernels.moe.types import ExpertStack
 
@@ -29,7 +28,6 @@ log = logging.getLogger("rekindle.kernels")
 
 SOURCE = Path(__file__).with_name("crew.c")
 MOST = 32  # threads
-PATIENCE = 20.0  # seconds in which the host expects an answer
 COMPILING = 120.0  # seconds a compiler may take
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
 Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
@@ -69,30 +67,9 @@ class Crew:
     def __init__(self, library: ctypes.CDLL, box: Mailbox, width: int, threads: int) -> None:
         self.box = box
         addresses = (ctypes.c_int64 * len(box.tensors))(*(tensor.data_ptr() for tensor in box.tensors))
-        self._library = library
-        self._crew = library.crew_start(addresses, threads, max(box.hidden, width), box.pairs)
-        self.threads = int(library.crew_threads(self._crew))
-        weakref.finalize(self, library.crew_stop, self._crew)
-
-    def ask(self, patience: float = PATIENCE) -> None:
-        """Have the mailbox answered for the host, within so many seconds."""
-        if not self._library.crew_ask(self._crew, int(patience * 1e9)):
-            raise CrewLost(f"{self.threads} CPU threads for cold experts did not answer the host within {patience:g} s")
-
-    def compute(self, layer: Tensor, x: Tensor, places: Sequence[int], weights: Sequence[float]) -> Tensor:
-        """Σ over pairs of weight · expert(x), float32 [hidden], of one row."""
-        self.prepare(layer, x, places, weights)
-        self.ask()
-        return self.box.out[0].clone()
-
-    def prepare(self, layer: Tensor, x: Tensor, places: Sequence[int], weights: Sequence[float]) -> None:
-        """Fill the mailbox from the host."""
-        box = self.box
-        box.x[0].copy_(x)
-        box.place[: len(places)] = torch.tensor(places, dtype=torch.int32)
-        box.row[: len(places)] = 0
-        box.weight[: len(places)] = torch.tensor(weights, dtype=torch.float32)
-        box.head.copy_(torch.tensor([layer.data_ptr(), len(places), 1]))
+        crew = library.crew_start(addresses, threads, max(box.hidden, width), box.pairs)
+        self.threads = int(library.crew_threads(crew))
+        weakref.finalize(self, library.crew_stop, crew)
 
 
 def describe(stacks: Sequence[ExpertStack]) -> Tensor | None:
@@ -167,7 +144,6 @@ def open_library(path: Path) -> ctypes.CDLL:
     crew = ctypes.c_void_p
     library.crew_start.restype = crew
     library.crew_start.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    library.crew_ask.restype, library.crew_ask.argtypes = ctypes.c_int, [crew, ctypes.c_int64]
     library.crew_threads.restype, library.crew_threads.argtypes = ctypes.c_int, [crew]
     library.crew_stop.restype, library.crew_stop.argtypes = None, [crew]
     return library

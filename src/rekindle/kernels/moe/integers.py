@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rekindle.kernels.device import reads_much, starting_early
-from rekindle.kernels.matmul.mma import byte_as_float, load_one, load_two, shifted, threads, with_bits
+from rekindle.kernels.matmul.mma import load_one, load_two, scales_at, shifted, threads, with_bits
 from rekindle.kernels.matmul.packing import BLOCK
 from rekindle.kernels.matmul.tiles import bits_of, half_at, has_minimum
 from rekindle.kernels.matmul.types import Packed
@@ -247,15 +247,9 @@ def both_factors(super, TYPE: tl.constexpr):
 
 @triton.jit
 def both_scales(entry, super, TYPE: tl.constexpr):
-    """(scale, minimum) of a block, or the scales of its halves. Fused: what was lifted comes off unrounded."""
+    """(scale, minimum) of a block, or the scales of its halves."""
     d, m = both_factors(super, TYPE)
-    if has_minimum(TYPE):
-        a = tl.fma(byte_as_float(entry, 0), d, -32768.0 * d)
-        return a, tl.fma(byte_as_float(entry, 1), m, -32768.0 * m)
-    else:
-        turned = entry ^ 0x8080
-        a = tl.fma(byte_as_float(turned, 0), d, -32896.0 * d)
-        return a, tl.fma(byte_as_float(turned, 1), d, -32896.0 * d)
+    return scales_at(entry, 0, d, m, TYPE)
 
 
 @triton.jit

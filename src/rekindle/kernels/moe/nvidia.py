@@ -70,16 +70,15 @@ def _gated_row(
 ):  # fmt: skip
     """silu(gate x) · (up x) for 16 outputs from `at` on, of the expert whose rows begin at `base`."""
     g, _, warp = threads(WARPS)
-    row = base + tl.minimum(at + g, width - 1).to(tl.int64)
-    row2 = base + tl.minimum(at + g + 8, width - 1).to(tl.int64)
+    row = base + (at + g).to(tl.int64)  # down's types have it that width is a multiple of 256
     is_up = warp % 2 == 1
     codes = tl.where(is_up, up_codes, codes)
     high = tl.where(is_up, up_high, high)
     scales = tl.where(is_up, up_scales, scales)
     supers = tl.where(is_up, up_supers, supers)
     acc = turn_products(
-        single_address(x, WARPS), codes, high, scales, supers, row, row2, warp // 2,
-        COLUMNS, TYPE, WARPS // 2, False, EARLY,
+        single_address(x, WARPS), codes, high, scales, supers, row, warp // 2, 0,
+        COLUMNS, TYPE, WARPS // 2, 1, EARLY,
     )  # fmt: skip
     store_single(out, out, single_gated_over_warps(acc, WARPS), at, width, False)
 

@@ -20,8 +20,9 @@ from rekindle.kernels import matmul
 from rekindle.kernels.device import starting_early
 from rekindle.kernels.matmul.arrivals import all_arrived, counters
 from rekindle.kernels.matmul.mma import ask_for
+from rekindle.kernels.matmul.scratch import scratch
 from rekindle.kernels.matmul.tiles import block_numbers, dot_blocks, dot_pair, load_weights
-from rekindle.kernels.matmul.triton import SCRATCH, by_units, expand, planes_of, row_slab, scratch
+from rekindle.kernels.matmul.triton import SCRATCH, by_units, expand, planes_of, row_slab
 from rekindle.kernels.matmul.types import Packed
 from rekindle.kernels.moe import integers, nvidia
 from rekindle.kernels.moe.cold import Missing

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rekindle.kernels.norm import naive
+from rekindle.kernels.norm.naive import add
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -17,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + y, rms_norm(x + y)), both in x.dtype."""
+    """(x + y, rms_norm(x + y)), both in x.dtype. y [rows, n], or [parts, rows, n] that add up to it."""
     if x.is_cuda:
         from rekindle.kernels.norm import triton
 
@@ -34,4 +35,4 @@ def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return naive.gated_rms_norm(o, z, weight, eps)
 
 
-__all__ = ["add_rms_norm", "gated_rms_norm", "rms_norm"]
+__all__ = ["add", "add_rms_norm", "gated_rms_norm", "rms_norm"]

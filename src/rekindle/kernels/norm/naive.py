@@ -12,9 +12,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _normalised(x, weight, eps).to(x.dtype)
 
 
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """x [rows, n] + y [rows, n], or + the parts of y [parts, rows, n], which are added up in their own type first."""
+    return x + (y if y.dim() == 2 else y.sum(0).to(x.dtype))
+
+
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum x + y (rounded to x.dtype, as the residual stream carries it) and its norm."""
-    total = x + y
+    total = add(x, y)
     return total, rms_norm(total, weight, eps)
 
 

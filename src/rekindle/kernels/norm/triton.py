@@ -28,18 +28,21 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 
 def _launch(x: Tensor, y: Tensor, weight: Tensor, total: Tensor, out: Tensor, eps: float, *, added: bool) -> None:
     rows, n = x.shape
-    assert x.stride(1) == y.stride(1) == 1, "the values of a row lie side by side"
+    parts = y if y.dim() == 3 else y[None]
+    assert x.stride(1) == parts.stride(2) == 1, "the values of a row lie side by side"
     block = triton.next_power_of_2(n)
     _norm_kernel[(rows,)](
-        x, y, weight, total, out, x.stride(0), y.stride(0), n, eps,
-        ADDED=added, BLOCK=block, num_warps=8 if block > 2048 else 4, **starting_early(x.device),
+        x, y, weight, total, out, x.stride(0), parts.stride(1), parts.stride(0), n, eps,
+        PARTS=len(parts) if added else 0, BLOCK=block, num_warps=8 if block > 2048 else 4, **starting_early(x.device),
     )  # fmt: skip
 
 
 @triton.jit
 def _norm_kernel(
-    x, y, weight, total, out, x_row, y_row, n, eps, ADDED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x, y, weight, total, out, x_row, y_row, y_part, n, eps,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """PARTS: of y, which are added up first; 0: there is no y."""
     if EARLY:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -49,9 +52,12 @@ def _norm_kernel(
     if EARLY:
         gdc_wait()
     value = tl.load(x + row * x_row + at, mask=inside, other=0.0)
-    if ADDED:
+    if PARTS > 0:
         other = tl.load(y + row * y_row + at, mask=inside, other=0.0)
-        # rounded to the type of the stream before the norm, as the definition has it
+        for part in tl.static_range(1, PARTS):
+            other += tl.load(y + part * y_part + row * y_row + at, mask=inside, other=0.0)
+        # rounded to the type of the stream before the sum and before the norm, as the definition has it
+        other = other.to(total.dtype.element_ty)
         value = (value.to(tl.float32) + other.to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + row * n + at, value, mask=inside)
     wide = value.to(tl.float32)

@@ -1,22 +1,32 @@
-"""A GPU fetches pages by their addresses, which mean the same on the host and on the device."""
+"""A GPU fetches pages by their addresses, which mean the same on the host and on the device; and scores them, in two
+launches: the host, which hands over the next step meanwhile, has no time for many."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rekindle.kernels.attention.rows import BLOCK as PACK
+from rekindle.kernels.attention.rows import is_packed
+from rekindle.kernels.attention.triton import _load_tile, _views
+
 WORD = 8  # bytes moved by one lane
-BLOCK = 2048  # words of one program
+BLOCK = 2048  # words that a program moves at a time
+SCORED = 16  # pages that one program scores
+QUIET = 8  # programs that together keep a link of 55 GB/s busy (docs/LOG.md)
 
 
-def fetch_pages(targets: Tensor, sources: Tensor, nbytes: int) -> None:
+def fetch_pages(targets: Tensor, sources: Tensor, nbytes: int, quietly: bool = False) -> None:
     assert targets.shape == sources.shape, f"{targets.shape} targets for {sources.shape} sources"
     assert targets.stride(1) == sources.stride(1) == 1, "the pages of a layer are listed side by side"
     assert nbytes % WORD == 0, f"a page of {nbytes} bytes is no whole number of words"
     words, (layers, pages) = nbytes // WORD, targets.shape
-    _fetch_kernel[(triton.cdiv(words, BLOCK), pages, layers)](
-        targets, sources, targets.stride(0), sources.stride(0), words, BLOCK=BLOCK
+    blocks = triton.cdiv(words, BLOCK)
+    count = blocks * pages * layers
+    _fetch_kernel[(min(QUIET, count) if quietly else count,)](
+        targets, sources, targets.stride(0), sources.stride(0), words, blocks, pages, count, BLOCK=BLOCK
     )
 
 
@@ -27,11 +37,72 @@ def _pointer(address):
 
 
 # A list of addresses begins anywhere in a longer one: one kernel for all, so that none is compiled amid a request.
-@triton.jit(do_not_specialize=["target_row", "source_row"], do_not_specialize_on_alignment=["targets", "sources"])
-def _fetch_kernel(targets, sources, target_row, source_row, words, BLOCK: tl.constexpr):
-    page, layer = tl.program_id(1), tl.program_id(2)
-    source = _pointer(tl.load(sources + layer * source_row + page))
-    target = _pointer(tl.load(targets + layer * target_row + page))
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < words
-    tl.store(target + at, tl.load(source + at, mask=inside, other=0), mask=inside)
+@triton.jit(
+    do_not_specialize=["target_row", "source_row", "blocks", "pages", "count"],
+    do_not_specialize_on_alignment=["targets", "sources"],
+)
+def _fetch_kernel(targets, sources, target_row, source_row, words, blocks, pages, count, BLOCK: tl.constexpr):
+    for i in range(tl.program_id(0), count, tl.num_programs(0)):
+        page, layer = i // blocks % pages, i // blocks // pages
+        source = _pointer(tl.load(sources + layer * source_row + page))
+        target = _pointer(tl.load(targets + layer * target_row + page))
+        at = i % blocks * BLOCK + tl.arange(0, BLOCK)
+        inside = at < words
+        tl.store(target + at, tl.load(source + at, mask=inside, other=0), mask=inside)
+
+
+def key_directions(keys: Tensor) -> Tensor:
+    layers, pages, page, kv_heads, row = keys.shape
+    assert keys.is_contiguous(), "pages lie side by side"
+    dim = row // (PACK + 2) * PACK if is_packed(keys) else row
+    out = torch.empty((pages, layers, kv_heads, dim), dtype=torch.float16, device=keys.device)
+    values, scales = _views(keys)
+    _directions_kernel[(pages, layers, kv_heads)](
+        values, scales, out, KV_HEADS=kv_heads, DIM=dim, PAGE=page, PACKED=is_packed(keys), BLOCK=PACK
+    )
+    return out
+
+
+@triton.jit
+def _directions_kernel(
+    keys, scales, out,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    page, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    at = (layer * tl.num_programs(0) + page) * PAGE * KV_HEADS + head  # its first row of keys
+    tile = _load_tile(keys, scales, at, tl.arange(0, PAGE), None, tl.float32, KV_HEADS, DIM, PACKED, BLOCK)
+    sums = tl.sum(tile, axis=0)
+    length = tl.maximum(tl.sqrt(tl.sum(sums * sums, axis=0)), 1e-12)
+    to = (page * tl.num_programs(1) + layer) * KV_HEADS + head
+    tl.store(out + to * DIM + tl.arange(0, DIM), (sums / length).to(tl.float16))
+
+
+def score_pages(keys: Tensor, query: Tensor) -> Tensor:
+    pages, layers, kv_heads, dim = keys.shape
+    assert all((keys.is_contiguous(), query.is_contiguous())), "heads and layers lie side by side"
+    out = torch.empty(pages, dtype=torch.float32, device=keys.device)
+    _score_kernel[(triton.cdiv(pages, SCORED),)](
+        keys, query, out, pages, layers, query.shape[1] // kv_heads, KV_HEADS=kv_heads, DIM=dim, TILE=SCORED
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["pages", "layers", "group"])
+def _score_kernel(
+    keys, query, out, pages, layers, group, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    page = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = page < pages
+    d = tl.arange(0, DIM)
+    total = tl.zeros([TILE], tl.float32)
+    for layer in range(0, layers):
+        best = tl.full([TILE], float("-inf"), tl.float32)
+        for head in range(0, KV_HEADS):
+            at = (page * layers + layer) * KV_HEADS + head
+            direction = tl.load(keys + at[:, None] * DIM + d[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+            for i in range(0, group):
+                asked = tl.load(query + ((layer * KV_HEADS + head) * group + i) * DIM + d)
+                length = tl.maximum(tl.sqrt(tl.sum(asked * asked, axis=0)), 1e-12)
+                best = tl.maximum(best, tl.sum(direction * (asked / length)[None, :], axis=1))
+        total += best
+    tl.store(out + page, total / layers, mask=inside)

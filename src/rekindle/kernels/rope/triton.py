@@ -133,10 +133,11 @@ def _turn_head(
     frequency = tl.load(frequencies + pair, mask=turns, other=0.0)
     at = tl.full([BLOCK_HALF], 1.0, tl.float32) * position.to(tl.float32)
     angle = at * frequency
-    # what the product lost to rounding, to first order: as good as float64 up to millions of positions
-    lost = tl.fma(at, frequency, -angle)
-    cos0, sin0 = tl.cos(angle), tl.sin(angle)
-    cos, sin = cos0 - lost * sin0, sin0 + lost * cos0
+    lost = tl.fma(at, frequency, -angle)  # to rounding: with it as good as float64 up to millions of positions
+    # Less its whole turns of 2 π, in two parts: above 100,000 the device's own sine would take a long way round.
+    whole = tl.floor(angle * 0.15915494309189535 + 0.5)
+    angle = tl.fma(whole, 1.7484556000744883e-07, tl.fma(whole, -6.2831854820251465, angle)) + lost
+    cos, sin = tl.cos(angle), tl.sin(angle)
     kind = out.dtype.element_ty
     tl.store(out + pair, (a * cos - b * sin).to(kind), mask=turns)
     tl.store(out + HALF + pair, (b * cos + a * sin).to(kind), mask=turns)

@@ -137,6 +137,6 @@ def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Te
 
 def log_softmax_at(logits: Tensor, tokens: Tensor, top: int) -> LogProbs:
     """Log-probabilities of the chosen tokens int64 [rows] and of the `top` likeliest."""
-    normaliser = logits.logsumexp(-1, keepdim=True)
-    values, ids = logits.topk(top, dim=-1)
-    return LogProbs((logits.gather(-1, tokens[:, None]) - normaliser)[:, 0], values - normaliser, ids)
+    logprobs = logits.log_softmax(-1)
+    values, ids = logprobs.topk(top, dim=-1)
+    return LogProbs(logprobs.gather(-1, tokens[:, None])[:, 0], values, ids)

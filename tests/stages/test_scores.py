@@ -1,0 +1,63 @@
+"""Log-probabilities of a prompt's own tokens: those of all logits, found without having them all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rekindle.batch import Batch, Segment, Wanted
+from rekindle.models.model import ModelSpan
+from rekindle.stages import LocalStage
+from rekindle.stages.scores import LEFT_BY_LAYERS, LOGIT_BYTES
+
+TOKENS = tuple(np.random.default_rng(11).integers(0, 320, 200).tolist())
+ASKED = (Segment(0, 0, TOKENS[:90], Wanted.SCORED, top=3), Segment(1, 0, TOKENS[:5], Wanted.LAST),
+         Segment(2, 0, TOKENS[90:130], Wanted.SCORED, top=1))  # fmt: skip
+
+
+@pytest.fixture
+def stage(make_tiny: Any) -> LocalStage:
+    made: LocalStage = make_tiny("dense").stage(slots=3, pages=32)
+    return made
+
+
+def test_scores_are_those_of_all_logits_and_the_last_row_comes_whole(stage: LocalStage) -> None:
+    output = stage.forward(Batch(ASKED), None)
+    assert output.logits is not None
+    assert output.scores is not None
+    assert output.logits.shape[0] == 3
+    assert output.scores.shape == (89 + 39, 1 + 2 * 3)
+    for segment, row, scores in zip(ASKED[::2], (0, 2), output.scores.split([89, 39]), strict=True):
+        stage.open(segment.slot)
+        every = Segment(segment.slot, 0, segment.tokens, Wanted.ALL)
+        logits = stage.forward(Batch((every,)), None).logits
+        assert logits is not None
+        torch.testing.assert_close(output.logits[row], logits[-1])
+        truth = logits[:-1].log_softmax(-1)
+        behind = torch.tensor(segment.tokens[1:])[:, None]
+        torch.testing.assert_close(scores[:, 0], truth.gather(1, behind)[:, 0], atol=1e-5, rtol=0)
+        best = truth.topk(segment.top)
+        torch.testing.assert_close(scores[:, 1 : 1 + segment.top], best.values, atol=1e-5, rtol=0)
+        assert scores[:, 4 : 4 + segment.top].long().tolist() == best.indices.tolist()
+
+
+def test_no_more_logits_are_there_at_once_than_fit_where_the_layers_were(
+    stage: LocalStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave, passed = ModelSpan.leave, list[int]()
+
+    def note(model: ModelSpan, x: torch.Tensor) -> torch.Tensor:
+        passed.append(len(x))
+        return leave(model, x)
+
+    monkeypatch.setattr(ModelSpan, "leave", note)
+    stage.forward(Batch(ASKED), None)
+    spec, rows = stage.model.spec, sum(map(len, ASKED))
+    free = LEFT_BY_LAYERS * rows * spec.hidden * torch.float32.itemsize
+    assert max(passed) * spec.vocab * LOGIT_BYTES <= free
+    assert sum(passed) == 89 + 39 + 3, "every row once, in pieces; the whole rows last"
+    assert passed[-1] == 3
+    assert len(passed) > 3
