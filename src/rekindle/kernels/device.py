@@ -45,14 +45,15 @@ def stream_of(device: torch.device) -> int:
 
 def starting_early(device: torch.device) -> dict[str, bool]:
     """Launch arguments of a kernel of the decode step: from Hopper on its programs take their places while the launch
-    before still runs. A kernel that takes EARLY lets the launch behind it do the same (products of one row, and those in
-    shares, when they are done with their sums, others at once), and waits (gdc_wait) before it touches anything that an
-    earlier launch writes or reads; weights it may read at once.
+    before still runs. A kernel that takes EARLY lets the launch behind it do the same (products of one row and those
+    in shares when they are done with their sums, others at once), and waits (gdc_wait) before it touches anything that
+    an earlier launch writes or reads; weights it may read at once.
 
     Exceptions: gated_delta_step and gated_delta_rows read the state of their slot before they wait (the rows keep it,
-    too), going back reads what the block kept, attention reads positions and tables. The step before wrote those, and every forward begins with a plain
-    copy (its inputs), which waits for all that went before and for which all behind it wait. So between two steps on
-    one state such a launch must lie, one that does not start early."""
+    too), going back reads what the block kept, attention reads positions and tables. The step before wrote those, or
+    the copy of this one's inputs: a plain launch with which every forward begins, which waits for all that went before
+    and for which all behind it wait. So between two steps on one state such a launch must lie, one that does not start
+    early."""
     return {"EARLY": True, "launch_pdl": True} if _has_dependent_launch(device) else {"EARLY": False}
 
 
