@@ -246,7 +246,7 @@ def fill_table(bench: Bench, table: dict[str, float], moe: bool, options: argpar
     table["verify 16 rows ÷ one decode row"] = table["verify 16 rows and go back (ms)"] / one
     if moe:
         sparse = table[f"decode at 131072, sparse pool of {POOL} (tok/s)"] = bench.pooled("sparse", 131_072, 256)
-        table["sparse pool at 131072 ÷ one decode row"] = sparse * one / 1000
+        table["sparse pool at 131072 ÷ empty context"] = sparse / table["decode, empty context (tok/s)"]
         table[f"decode at 131072, exact pool of {POOL} (tok/s)"] = bench.pooled("exact", 131_072, 16)
         table |= bench.snapshots(32_768, options.disk)
 

@@ -1,8 +1,9 @@
 """Recorded steps against the same steps unrecorded: PYTHONPATH=src python3 scripts/gpu/check_graphs.py
 
 A tiny random model. Decode alone and beside others, sparse decode over page edges, blocks to verify with every way
-back; bf16 and q8 KV. The last line says how many of the checks failed; exit code 1 if any did. With --device cpu the
-steps are run again instead of replayed, which tries this script itself.
+back; bf16 and q8 KV. On a GPU also steps that wait for pages under way, handed over far ahead of the device. The last
+line says how many of the checks failed; exit code 1 if any did. With --device cpu the steps are run again instead of
+replayed, which tries this script itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.synth import write_synthetic
 from rekindle.models import load_span
 from rekindle.models.model import ModelSpan
+from rekindle.pool.returns import Returns
 from rekindle.stages import LocalStage
+from rekindle.stages.graphs import GraphRecorder
 from rekindle.weights import open_weights
 
 NEAR = 0.05  # of the largest logit: other splits and row counts round differently
@@ -94,6 +97,32 @@ def edges(pair: Pair) -> None:
         pair.verify(0, at, 16, 10)
 
 
+def under_way(device: torch.device) -> bool:
+    """Replays that wait for what is handed over, several of them while the device still sleeps: each finds its own.
+
+    (An event that was looked at when a graph runs, not when it is launched, would be waited for by the replay before.)
+    """
+    returns = Returns(1, device)
+    page, seen = torch.zeros(1, device=device), torch.zeros(1, device=device)
+
+    def step() -> None:
+        returns.wait_for(0)
+        seen.copy_(page)
+
+    replay, found = GraphRecorder(device)(step), list[torch.Tensor]()
+    torch.cuda._sleep(200_000_000)  # clock cycles: a tenth of a second
+    for number in range(1, 9):
+        returns.join()
+        with returns.handing_over():
+            torch.cuda._sleep(2_000_000)
+            page.fill_(number)
+            returns.all_handed_over(0)
+        replay()
+        found.append(seen.clone())
+    ahead = not torch.cuda.current_stream(device).query()
+    return ahead and [int(value) for value in found] == list(range(1, 9))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
@@ -110,6 +139,10 @@ def main() -> None:
             good = pair.worst <= NEAR
             failed += not good
             print(f"{'ok ' if good else 'BAD'} {work.__name__:7} {kv_type:4} off by {pair.worst:.4f}", flush=True)
+    if device.type == "cuda":
+        good = under_way(device)
+        failed += not good
+        print(f"{'ok ' if good else 'BAD'} steps wait for their own pages under way")
     print(f"{failed} failed")
     sys.exit(failed > 0)
 

@@ -137,6 +137,7 @@ def check() -> bool:
     gone = sum(page.place is None for page in table.pages)
     hand.pool.clear(other)
     hand.pool.bring_back(table)
+    hand.pool.join()
     now = [[layer[page.place] for layer in hand.pool.kv] for page in table.pages]
     same = all(torch.equal(a, b) for x, y in zip(before, now, strict=True) for a, b in zip(x, y, strict=True))
     print(f"{'ok ' if same and gone == 16 else 'BAD'} {gone} of 16 pages went and came back with the same bytes")

@@ -168,6 +168,7 @@ def check(shape: str, device: torch.device) -> bool:
     small.stage.close(1)
     small.stage.pool.tick([small.stage._tables[0]])
     small.stage.pool.bring_back(small.stage._tables[0])
+    small.stage.pool.join()
     kv = len(truth) - len(small.stage.pool.kv)
     say(f"{gone} of 10 pages went away and came back", gone == 10 and same(truth[kv:], small.state(0)[kv:]))
     small.stage.stop()

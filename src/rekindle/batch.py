@@ -78,8 +78,3 @@ class Batch:
     def scored_rows(self) -> int:
         """Rows of scores that the last stage returns beside the logits."""
         return sum(s.scored_rows for s in self.segments)
-
-    @property
-    def top(self) -> int:
-        """The most that any scored row tells of."""
-        return max((s.top for s in self.segments), default=0)

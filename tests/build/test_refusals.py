@@ -83,6 +83,13 @@ def test_a_plan_says_which_sizes_are_shares_of_what_is_free(golden: Path) -> Non
     assert "serve without --vram" not in measured
 
 
+def test_a_split_of_imagined_devices_says_that_nobody_has_measured_them(golden: Path) -> None:
+    imagined, said = ("--devices", "cuda:0,cpu", "--vram", "4GiB", "--ram", "8GiB"), "imagined devices are equally fast"
+    assert said in plan_of(golden, *imagined).output
+    assert said not in plan_of(golden, *imagined, "--split", "6,2").output
+    assert said not in plan_of(golden, "--vram", "4GiB", "--ram", "8GiB").output
+
+
 @pytest.mark.parametrize("name", ["nosuch.gguf", "nosuch.safetensors", "./nosuch", "../nosuch", "/nosuch", "~/nosuch"])
 def test_a_model_that_is_not_there_is_never_taken_for_a_prompt(name: str) -> None:
     result = CliRunner().invoke(app, ["generate", name])

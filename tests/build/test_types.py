@@ -99,7 +99,7 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
     elif is_dataclass(value):
         for each in fields(value):
-            if each.name != "frequencies":  # made by the code, not a weight
+            if each.name not in ("frequencies", "then"):  # made by the code, not a weight; a weight of another block
                 yield from _tensors(getattr(value, each.name))
 
 

@@ -67,6 +67,10 @@ def test_layers_with_cold_experts_name_theirs_once_for_rings_of_one_kind(found: 
     assert found["cold twins"] == []
 
 
+def test_the_layers_that_stand_for_the_others_need_every_kernel_that_those_do(found: dict[str, Any]) -> None:
+    assert found["missing"] == []
+
+
 def test_a_launch_finds_what_a_worker_compiled_and_nothing_else(found: dict[str, Any]) -> None:
     assert found["hits"] == [True, False]
 
@@ -75,7 +79,8 @@ def test_a_paper_model_has_every_kind_of_layer_once(file: WeightFile) -> None:
     def kind(whole: WeightFile, layer: int) -> object:
         prefix = f"blk.{layer}."
         names = sorted(name for name in whole.tensors if name.startswith(prefix))
-        return tuple((name.removeprefix(prefix), whole.tensors[name].shape, whole.tensors[name].type) for name in names)
+        parts = ((name.removeprefix(prefix), whole.tensors[name].shape, whole.tensors[name].type) for name in names)
+        return layer == whole.spec.layers - 1, *parts
 
     paper = PaperFile(file, file.spec.whole)
     kinds = [kind(paper, layer) for layer in range(paper.spec.layers)]

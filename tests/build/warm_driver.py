@@ -75,6 +75,18 @@ def launches_of(path: Path) -> tuple[list[Launch], list[Launch], list[Launch]]:
     return found[: rehearsed[0]], found[rehearsed[0] : warm[0]], cold
 
 
+def missing_by_kind(path: Path) -> list[str]:
+    """What all layers of a span need and the layers that stand for them do not."""
+    file, needed = open_weights(path), list[set[Launch]]()
+    order = WarmOrder(str(path), (0, 6), "cuda:0", "bfloat16", 1, ("bf16", "exact", "qk"), HOPPER, "", 1)
+    some = paper._unlike_layers
+    for layers in (lambda _, span: list(span.layers), some):
+        paper._unlike_layers = layers
+        with torch.inference_mode():
+            needed.append(set(paper.needed_launches(file, order)))
+    return sorted(f"{launch.kernel} {launch.data}" for launch in needed[0] - needed[1])
+
+
 def twins(launches: list[Launch]) -> list[str]:
     """Kernels that are there more than once, alike but for what the compiler knows of a number: 1, or whole 16s."""
     plain = Counter((launch.kernel, _without_numbers(json.loads(launch.data))) for launch in launches)
@@ -114,6 +126,7 @@ def cache_hits() -> list[bool]:
 def main(folder: Path) -> None:
     path = write_synthetic(folder / "tiny-moe.gguf", "tiny-moe")
     with paper_gpu():
+        missing = missing_by_kind(write_synthetic(folder / "tiny.gguf", "tiny"))
         needed, more, cold = launches_of(path)
         found = {
             "kernels": [launch.kernel for launch in needed],
@@ -122,6 +135,7 @@ def main(folder: Path) -> None:
             "more": [f"{launch.kernel} {launch.data}" for launch in more],
             "cold": [launch.kernel for launch in cold],
             "cold twins": twins(cold),
+            "missing": missing,
             "hits": cache_hits(),
         }
     print(json.dumps(found))

@@ -249,6 +249,27 @@ def test_broken_logits_from_which_nothing_is_drawn_fail_the_request_too(
     engine.stop()
 
 
+def test_one_row_of_a_prompt_without_numbers_fails_who_wants_it_scored(make_tiny: Any) -> None:
+    """The last row of the chunk, from which a token could be drawn, is sound."""
+    stage = make_tiny("dense").stage(slots=1)
+    engine = engine_over(stage)
+    forward = stage.forward
+
+    def daze(*arguments: Any) -> Any:
+        output = forward(*arguments)
+        scores = output.scores.clone()
+        scores[7] = torch.nan
+        return replace(output, scores=scores)
+
+    stage.forward = daze
+    broken = Answer(engine, prompt(1), 0, prompt_logprobs=1)
+    broken.wait()
+    engine.stop()
+    assert isinstance(broken.events[-1], Failed)
+    assert isinstance(broken.events[-1].error, BadLogits)
+    assert not any(isinstance(event, PromptLogprobs) for event in broken.events)
+
+
 class Noting(Dazed):
     """Notes who calls it, and knows why its logits are broken."""
 

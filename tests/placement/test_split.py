@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -149,6 +151,25 @@ def test_cold_experts_are_spread_evenly_over_devices_and_what_is_left_is_for_the
     assert len({sum(stage.ring_slots) // len(stage.span) for stage in plan.stages}) > 1
     bare = make_plan(machine, spec, sizes, Wishes(4096, ring_share=0))
     assert not any(sum(stage.ring_slots) for stage in bare.stages), "who wants no ring gets none"
+
+
+@pytest.mark.parametrize(("layers", "budgets"), [(8, (430, 370, 350)), (3, (305, 400, 320))])
+def test_what_is_said_to_keep_all_hot_does(layers: int, budgets: tuple[int, ...]) -> None:
+    """The second of three layers has room enough: only the others hold its device back."""
+    spec, sizes = moe(layers, experts=64, expert=MIB // 2)
+    machine = Machine(tuple(gpu(budget * MIB, name) for budget, name in zip(budgets, "abc", strict=True)), 1 << 50)
+    plan = make_plan(machine, spec, sizes, Wishes(4096))
+    said = [
+        re.search(r"(.): .* cold.*; (?:a budget of ([\d.]+) MiB|its budget)(.*) would", why) for why in plan.reasons
+    ]
+    claims = [claim.groups() for claim in said if claim]
+    assert len(claims) == sum(stage.cold > 0 for stage in plan.stages) > 0
+    for name, budget, how in claims:
+        raised = budget and math.ceil(float(budget) * MIB)
+        devices = [replace(d, budget=raised) if raised and d.name == name else d for d in machine.devices]
+        split = parse_split(how.removeprefix(" with --split ") or "auto", len(devices), spec.layers)
+        again = Placer(Machine(tuple(devices), machine.ram), spec, sizes, Wishes(4096, split=split)).place()
+        assert next(stage.cold for stage in again.stages if stage.device.name == name) == 0
 
 
 @given(st.data(), st.integers(1, 9), st.integers(1, 4))

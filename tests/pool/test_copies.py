@@ -334,6 +334,29 @@ def test_captured_pages_come_back_by_their_addresses(small_slabs: list[torch.Ten
         assert torch.equal(torch.stack(pool.all_data(page)), data[:, place])
 
 
+def test_how_pages_come_back_is_recorded_once_and_every_replay_brings_those_of_its_time(
+    small_slabs: list[torch.Tensor],
+) -> None:
+    pool, data = filled_pool(12)
+    recorded = list[Callable[[], None]]()
+    pool._record = lambda step: recorded.append(step) or step
+    pool.copies = copies = PaperGpu(small_slabs)
+    pool.homes = Homes(pool.kv, pool.total)
+    columns = copies.take_pages(pool.kv, range(12))
+    copies.join()
+    for layer in pool.kv:
+        layer.zero_()
+    for some in (range(4), range(4, 11)):
+        table = pool.new_table()
+        table.pages += [pool.adopt(columns[place]) for place in some]
+        table.position = len(some) * PAGE
+        pool.tick([table])
+        pool.bring_back(table)
+        for page, place in zip(table.pages, some, strict=True):
+            assert torch.equal(torch.stack(pool.all_data(page)), data[:, place])
+    assert len(recorded) == 1
+
+
 def test_a_place_is_written_again_only_after_it_was_copied(small_slabs: list[torch.Tensor]) -> None:
     pool, data = filled_pool(5)
     pool.copies = PaperGpu(small_slabs)

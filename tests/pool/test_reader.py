@@ -15,6 +15,7 @@ from rekindle.kernels.attention import store_kv
 from rekindle.kernels.ragged import Ragged
 from rekindle.pool import KvMode, PagePool, PageTable, Policy, PoolReader
 from rekindle.pool.choice import LEAD, choose
+from rekindle.pool.reader import LATER
 from rekindle.spec import PAGE
 
 LAYERS, KV_HEADS, HEADS, DIM = 2, 2, 4, 64
@@ -140,12 +141,17 @@ def fill(layer: HandLayer, pages: int, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["exact", "sparse"])
-def test_where_the_pool_is_short_a_page_is_copied_as_soon_as_it_is_sealed(mode: KvMode) -> None:
+def test_where_the_pool_is_short_a_page_is_copied_when_it_is_sealed_or_in_decode_a_few_rows_later(mode: KvMode) -> None:
     short, roomy = HandLayer(9, 100, mode), HandLayer(50, 100, mode)
     for layer in (short, roomy):
         fill(layer, 40, 4 * PAGE)
         fill(layer, 1, 1)  # a page in single rows
-    assert all(page.copies is not None for page in short.table.pages[12:]), "those sealed since the first one left"
+    assert all(page.copies is not None for page in short.table.pages[12:40]), "those sealed since the first one left"
+    assert short.table.pages[40].copies is None, "at the edge of a page the host has other things to do"
+    for _ in range(LATER):
+        for layer in (short, roomy):
+            layer.run(torch.randn(1, HEADS, DIM), *torch.randn(2, 1, KV_HEADS, DIM))
+    assert short.table.pages[40].copies is not None
     assert all(page.copies is None for page in roomy.table.pages), "nobody will leave"
 
 

@@ -69,7 +69,7 @@ class PaperStage:
                 if i >= len(segment) - segment.logit_rows:
                     logits.append(torch.sin(rows[-1].sum() * torch.arange(1, VOCAB + 1)))
                 if i < segment.scored_rows:
-                    scores.append(rows[-1][: 1 + 2 * batch.top])
+                    scores.append(rows[-1][: 1 + 2 * segment.top])
         out = torch.stack(rows) if hidden is None else hidden * 0.5 + torch.stack(rows)
         if not self._is_last:
             return StageOutput(out, None)

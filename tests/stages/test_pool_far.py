@@ -132,8 +132,9 @@ def test_two_that_choose_more_than_the_pool_holds_read_the_rest_where_it_lies(fa
 class LateReturns:
     """Pages that come back arrive as late as they may: when their layer waits for them, or somebody for all."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, by_layer: bool = True) -> None:
         self._copies: list[list[Callable[[], None]]] = [[] for _ in range(layers)]
+        self.by_layer = by_layer
         self._fresh: list[Callable[[], None]] = []
         self._open = self.under_way = False
 
@@ -142,6 +143,8 @@ class LateReturns:
         self._open = self.under_way = True
         yield
         self._open = False
+        if not self.by_layer:
+            self.join()
 
     def fetch(self, targets: torch.Tensor, sources: torch.Tensor, nbytes: int, quietly: bool = False) -> None:
         if self._open:
@@ -154,13 +157,17 @@ class LateReturns:
         self._fresh = []
 
     def wait_for(self, layer: int) -> None:
-        for copies in self._copies[: layer + 1]:
-            while copies:
-                copies.pop(0)()
+        assert self.by_layer, "there is nothing that a layer could wait for"
+        self._finish(layer + 1)
 
     def join(self) -> None:
-        self.wait_for(len(self._copies))
+        self._finish(len(self._copies))
         self.under_way = False
+
+    def _finish(self, layers: int) -> None:
+        for copies in self._copies[:layers]:
+            while copies:
+                copies.pop(0)()
 
 
 def test_every_layer_waits_for_its_own_pages_on_their_way_back(far: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,3 +185,28 @@ def test_every_layer_waits_for_its_own_pages_on_their_way_back(far: Any, monkeyp
     stage.close(0)
     stage.close(1)
     stage.check()
+
+
+def test_where_layers_cannot_wait_for_their_pages_no_step_does(far: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, record = far(pages=8, host_pages=200, kv_mode="sparse")
+    stage.pool.returns = late = LateReturns(len(stage.pool.kv), by_layer=False)
+    monkeypatch.setattr(pool_pages, "fetch_pages", late.fetch)
+    feed(stage, 0, 0, 1300, 128)
+    feed(stage, 0, 1300, 1380, 1)
+    assert record.replayed == 80
+    assert stage.paging().page_ins
+
+
+def test_a_sequence_closed_while_its_pages_are_under_way_waits_for_them(
+    far: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, _ = far(pages=8, host_pages=200)
+    stage.pool.returns = late = LateReturns(len(stage.pool.kv))
+    monkeypatch.setattr(pool_pages, "fetch_pages", late.fetch)
+    feed(stage, 0, 0, 384, 128)
+    feed(stage, 1, 0, 384, 128)
+    stage.close(1)
+    stage.pool.bring_back(stage._tables[0])
+    assert late.under_way, "what a forward that fails here would leave"
+    stage.close(0)
+    assert not late.under_way

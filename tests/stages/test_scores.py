@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from rekindle.batch import Batch, Segment, Wanted
+from rekindle.engine.sampler import logprobs_of
+from rekindle.engine.types import TokenLogprob
 from rekindle.models.model import ModelSpan
 from rekindle.stages import LocalStage
 from rekindle.stages.scores import LEFT_BY_LAYERS, LOGIT_BYTES
@@ -16,6 +18,11 @@ from rekindle.stages.scores import LEFT_BY_LAYERS, LOGIT_BYTES
 TOKENS = tuple(np.random.default_rng(11).integers(0, 320, 200).tolist())
 ASKED = (Segment(0, 0, TOKENS[:90], Wanted.SCORED, top=3), Segment(1, 0, TOKENS[:5], Wanted.LAST),
          Segment(2, 0, TOKENS[90:130], Wanted.SCORED, top=1))  # fmt: skip
+
+
+def likeliest(told: list[TokenLogprob], field: int) -> list[list[float]]:
+    """Ids (0) or log-probabilities (1)."""
+    return [[pair[field] for pair in row.top] for row in told]
 
 
 @pytest.fixture
@@ -40,8 +47,25 @@ def test_scores_are_those_of_all_logits_and_the_last_row_comes_whole(stage: Loca
         behind = torch.tensor(segment.tokens[1:])[:, None]
         torch.testing.assert_close(scores[:, 0], truth.gather(1, behind)[:, 0], atol=1e-5, rtol=0)
         best = truth.topk(segment.top)
-        torch.testing.assert_close(scores[:, 1 : 1 + segment.top], best.values, atol=1e-5, rtol=0)
-        assert scores[:, 4 : 4 + segment.top].long().tolist() == best.indices.tolist()
+        told = logprobs_of(scores, segment.tokens[1:], segment.top)
+        torch.testing.assert_close(torch.tensor(likeliest(told, 1)), best.values, atol=1e-5, rtol=0)
+        assert likeliest(told, 0) == best.indices.tolist()
+
+
+def test_a_batch_that_runs_in_turns_tells_everyone_as_many_as_they_asked_for(make_tiny: Any) -> None:
+    """The first three want three, one and none of the likeliest, and their pages do not fit the pool at once."""
+    asked = [Segment(slot, 0, TOKENS[:130], Wanted.SCORED, top) for slot, top in enumerate((3, 1, 0))]
+    told = []
+    for pool in ({"pages": 6, "host_pages": 60}, {"pages": 64}):
+        stage = make_tiny("dense").stage(slots=3, **pool)
+        assert (len(stage._portions(Batch(tuple(asked)))) > 1) == ("host_pages" in pool)
+        scores = stage.forward(Batch(tuple(asked)), None).scores
+        parts = zip(asked, scores.split(129), strict=True)
+        told.append([logprobs_of(part, segment.tokens[1:], segment.top) for segment, part in parts])
+    for turns, whole, count in zip(*told, (3, 1, 0), strict=True):
+        assert {len(row.top) for row in turns} == {count}
+        assert likeliest(turns, 0) == likeliest(whole, 0)
+        assert [row.logprob for row in turns] == pytest.approx([row.logprob for row in whole], abs=1e-4)
 
 
 def test_no_more_logits_are_there_at_once_than_fit_where_the_layers_were(

@@ -70,11 +70,11 @@ def _parts(file: WeightFile, layer: int) -> dict[str, TensorInfo]:
 
 
 def _unlike_layers(file: WeightFile, span: Span) -> list[int]:
-    """The first layer of every combination of mixer, shapes and types."""
+    """The first layer of every combination of mixer, shapes and types, and the last one: nothing is read behind it."""
     kinds: dict[object, int] = {}
     for layer in span.layers:
         shapes = tuple((part, info.shape, info.type) for part, info in _parts(file, layer).items())
-        kinds.setdefault((file.spec.mixers[layer], shapes), layer)
+        kinds.setdefault((file.spec.mixers[layer], shapes, layer == span.stop - 1), layer)
     return list(kinds.values())
 
 

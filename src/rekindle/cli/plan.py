@@ -80,8 +80,12 @@ def _plan(config: Config) -> Plan:
     if config.vram is None:
         return made
     usual, whole = show_bytes(int(config.vram * VRAM_SHARE)), show_bytes(config.vram)
-    share = f"serve without --vram takes {_percent(VRAM_SHARE)} of what is free: about {usual} of an empty {whole} card"
-    return replace(made, reasons=(*made.reasons, share))
+    said = [
+        f"serve without --vram takes {_percent(VRAM_SHARE)} of what is free: about {usual} of an empty {whole} card"
+    ]
+    if len(made.stages) > 1 and config.split == "auto":
+        said.append("imagined devices are equally fast; serve measures real ones, and may split otherwise")
+    return replace(made, reasons=(*made.reasons, *said))
 
 
 def _percent(share: float) -> str:

@@ -75,10 +75,11 @@ def logprob_of(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
 
 
 def logprobs_of(scores: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """The same of several tokens, from rows of scores as a stage gives them."""
-    width = (scores.shape[-1] - 1) // 2  # others in the batch may have wanted more
+    """The same of several tokens, from rows of scores as a stage gives them; others may have wanted more."""
     return [
-        TokenLogprob(token, row[0], tuple(zip(map(int, row[1 + width :][:top]), row[1:][:top], strict=True)))
+        TokenLogprob(
+            token, row[0], tuple(zip(map(int, row[2 : 2 + 2 * top : 2]), row[1 : 1 + 2 * top : 2], strict=True))
+        )
         for token, row in zip(tokens, scores.tolist(), strict=True)
     ]
 

@@ -28,7 +28,7 @@ def _reasons(placer: Placer, plan: Plan) -> Iterator[str]:
         yield _pool_reason(placer, draft, stage)
         yield from _link_reason(plan.wishes, stage)
         if stage.cold:
-            yield _cold_reason(placer, draft, stage)
+            yield _cold_reason(placer, draft, stage, plan.spans)
         if stage.device.is_cpu:
             yield from placer.expansion(stage.device, stage.span)
     if gib(plan.snapshot_ram) != gib(plan.wishes.cache_ram):
@@ -78,14 +78,18 @@ def _link_reason(wishes: Wishes, stage: StagePlan) -> Iterator[str]:
         yield f"{name}: a sequence at the context limit reads up to {gib(beyond)} of KV over the link per token"
 
 
-def _cold_reason(placer: Placer, draft: Draft, stage: StagePlan) -> str:
+def _cold_reason(placer: Placer, draft: Draft, stage: StagePlan, spans: tuple[Span, ...]) -> str:
     budget = draft.budget_for(placer.target, draft.shelf.expert_bytes)
     ring = sum(stage.ring_slots)
     spare = f", {plural(ring, 'spare ring slot')} follow the routing" if ring else ""
-    return (
-        f"{stage.device.name}: {stage.cold:,} of {plural(stage.cold + stage.hot_count, 'expert')} are cold{spare}; "
-        f"a budget of {at_least(budget)} would keep all hot"
-    )
+    cold = f"{stage.device.name}: {stage.cold:,} of {plural(stage.cold + stage.hot_count, 'expert')} are cold{spare}"
+    enough = f"a budget of {at_least(budget)}" if budget > stage.device.budget else "its budget"
+    return f"{cold}; {enough}{_fixed(spans)} would keep all hot"
+
+
+def _fixed(spans: tuple[Span, ...]) -> str:
+    """A split that is chosen anew may give a device other layers, and no more experts than the others have room for."""
+    return f" with --split {','.join(str(len(span)) for span in spans)}" if len(spans) > 1 else ""
 
 
 def hot_with_full_kv(placer: Placer, draft: Draft, page_bytes: int | None = None) -> int | None:
@@ -158,9 +162,8 @@ def _larger_budget(placer: Placer, spans: tuple[Span, ...], name: str, pages: in
     ram = larger.ample_ram(spans, pages)
     said = [f"{device} {at_least(budget)}" for device, budget in short.items()]
     said += [f"RAM {at_least(ram)}"] if ram > placer.machine.ram and placer.has_host_stage else []
-    split = f" with --split {','.join(str(len(span)) for span in spans)}" if len(spans) > 1 else ""
     if said:
-        yield Alternative(f"budget for {name}", f"needs {', '.join(said)}{split}")
+        yield Alternative(f"budget for {name}", f"needs {', '.join(said)}{_fixed(spans)}")
 
 
 def _shorter(context: int) -> Iterator[int]:

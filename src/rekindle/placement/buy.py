@@ -11,9 +11,11 @@ split is chosen for them walk it together (reach.py).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rekindle.errors import BadConfig
 from rekindle.placement.types import LayerSizes, Wishes
@@ -39,6 +41,11 @@ class Shelf:
     def expert_bytes(self) -> int:
         return sum(layer.expert * layer.experts for layer in self.layers.values())
 
+    def pages_behind(self, spent: int) -> int:
+        """That stand in the list behind so many bytes of experts beyond the floor."""
+        worth = spent // self.page_bytes if self.page_bytes else self.target
+        return min(self.target, self.least + worth)
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -59,25 +66,26 @@ class Bought:
 
 
 def buy(shelf: Shelf, room: int) -> Bought | None:
-    """Walk the shelf; None if not even the least pages can be had."""
-    pages, resident = shelf.least, dict.fromkeys(shelf.layers, 0)
-    room -= pages * shelf.page_bytes
-    if room < 0:
+    """As much of the list as there is room for; None if not even the least pages can be had."""
+    order, page = shelf.order, shelf.page_bytes
+    costs = {layer: sizes.expert for layer, sizes in shelf.layers.items()}
+    sums = list(accumulate(map(costs.__getitem__, order), initial=0))  # bytes of the first experts
+
+    def pages_before(place: int) -> int:
+        """That stand before the expert at a place."""
+        return shelf.pages_behind(sums[place] - sums[min(place, shelf.floor)])
+
+    if room < shelf.least * page:
         return None
-    spent = 0  # on experts beyond the floor
-    for place, layer in enumerate(shelf.order):
-        while pages < shelf.target and spent >= (pages - shelf.least + 1) * shelf.page_bytes:
-            if room < shelf.page_bytes:
-                return Bought(resident, pages)
-            pages += 1
-            room -= shelf.page_bytes
-        cost = shelf.layers[layer].expert
-        if room < cost:
-            return Bought(resident, pages)
-        resident[layer] += 1
-        room -= cost
-        spent += cost if place >= shelf.floor else 0
-    return Bought(resident, pages + _last_pages(shelf, room, pages))
+    places = range(len(order))
+    count = bisect_right(places, room, key=lambda place: sums[place + 1] + pages_before(place) * page)
+    counts = Counter(order[:count])
+    resident = {layer: counts[layer] for layer in shelf.layers}
+    left = room - sums[count]
+    if count < len(order):
+        return Bought(resident, min(pages_before(count), left // page) if page else pages_before(count))
+    pages = pages_before(count - 1) if count else shelf.least
+    return Bought(resident, pages + _last_pages(shelf, left - pages * page, pages))
 
 
 def buy_share(shelf: Shelf, share: Share, room: int) -> Bought:

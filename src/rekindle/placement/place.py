@@ -101,9 +101,10 @@ class Draft:
         if shelf is None and self.share is not None:
             return buy_share(self.shelf, self.share, self.room)
         shelf = shelf or self.shelf
-        bought = buy(shelf, self.room)
-        if bought is None or not bought.leaves_cold(shelf):
-            return bought
+        if self.room >= shelf.least * shelf.page_bytes + shelf.expert_bytes:  # else something stays cold
+            bought = buy(shelf, self.room)
+            if bought is not None and not bought.leaves_cold(shelf):
+                return bought
         return buy(shelf, self.room - self.staging)
 
     def budget_for(self, pages: int, experts: int) -> int:
@@ -128,6 +129,7 @@ class Placer:
         self._kv_page = PAGE * kv_token_bytes(spec, wishes.kv_type)  # of one layer
         self.least, self.target, self.most = _pool_sizes(wishes)
         self._order = buying_order(spec, expert_layers(sizes, spec.whole), wishes)
+        self._asked, self._asked_order = set[int](), self._order  # layers asked for last, and their order
         self._spaces: dict[tuple[int, int, int], Space] = {}  # by device and span
         self._besides: dict[tuple[int, int, int], int] = {}  # by device and numbers of layers
 
@@ -182,7 +184,7 @@ class Placer:
 
     def _shelf(self, routed: dict[int, LayerSizes], attention_layers: int) -> Shelf:
         return Shelf(
-            order=tuple(layer for layer in self._order if layer in routed) if routed else (),
+            order=self._order_of(routed) if routed else (),
             floor=sum(min(self.spec.ffn.used, layer.experts) for layer in routed.values()),
             layers=routed,
             page_bytes=attention_layers * self._kv_page,
@@ -192,6 +194,13 @@ class Placer:
             full=self.wishes.full_pages,
             powers_of_two=self.wishes.power_of_two_pool,
         )
+
+    def _order_of(self, routed: dict[int, LayerSizes]) -> tuple[int, ...]:
+        """Of these layers alone. A search asks for one span after the other, most of them inside the one before."""
+        if not routed.keys() <= self._asked:
+            self._asked_order = self._order
+        self._asked, self._asked_order = set(routed), tuple(filter(routed.__contains__, self._asked_order))
+        return self._asked_order
 
     def _fixed(self, index: int, weights: SpanWeights) -> list[Item]:
         device, first, last = self.machine.devices[index], index == 0, index == len(self.machine.devices) - 1

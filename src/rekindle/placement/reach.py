@@ -59,8 +59,7 @@ class CommonList:
         costs = {layer: count * shelf.layers[layer].expert for layer, count in counts.items()}
         if pages is None:
             floor = sum(shelf.layers[layer].expert for layer in shelf.order[: min(place, shelf.floor)])
-            worth = (sum(costs.values()) - floor) // shelf.page_bytes if shelf.page_bytes else shelf.target
-            pages = min(shelf.target, shelf.least + worth)
+            pages = shelf.pages_behind(sum(costs.values()) - floor)
         return Reach(pages, place == len(shelf.order), self._sums(counts), self._sums(costs))
 
     def _sums(self, values: Mapping[int, int]) -> tuple[int, ...]:

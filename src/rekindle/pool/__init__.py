@@ -4,6 +4,7 @@ from rekindle.pool.choice import KvMode, Policy
 from rekindle.pool.copies import STOCK
 from rekindle.pool.pages import HeldPage, PagePool, PageTable, PagingCounts
 from rekindle.pool.reader import PoolReader, Seat
+from rekindle.pool.returns import Recorder
 
 __all__ = [
     "STOCK",
@@ -14,5 +15,6 @@ __all__ = [
     "PagingCounts",
     "Policy",
     "PoolReader",
+    "Recorder",
     "Seat",
 ]

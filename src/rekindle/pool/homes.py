@@ -7,9 +7,12 @@ places + 1 …       berths: copies in pinned host memory, which a GPU reads its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+
+from rekindle.kernels.paging import fetch_listed
 
 
 class Homes:
@@ -23,6 +26,9 @@ class Homes:
         self.table[:, :numbers] = own.to(self.table.device)
         self._free = list(range(numbers + berths - 1, numbers - 1, -1))
         self._news: dict[int, tuple[int, ...]] = {}  # berths that the device does not know yet
+        # What comes back to which place, as `fetch_listed` reads it: at most every place of the pool.
+        self._ways = torch.zeros(2, numbers, dtype=torch.int32, device=self.table.device)
+        self.fetch(0)  # nothing is listed: compiled now, not amid a request
 
     def take(self, addresses: tuple[int, ...]) -> int:
         """A berth for copies at these addresses, one per layer."""
@@ -46,7 +52,24 @@ class Homes:
         self.send()
         return self.table.index_select(1, sent(torch.tensor(numbers), self.table.device))
 
+    def list_returns(self, returns: Mapping[int, int]) -> None:
+        """What `fetch` brings from now on, on the current stream: {berth: place}."""
+        self.send()
+        ways = np.zeros(self._ways.shape, np.int32)
+        ways[0, 0] = len(returns)
+        ways[:, 1 : 1 + len(returns)] = [*returns.values()], [*returns.keys()]
+        self._ways.copy_(pinned(torch.from_numpy(ways), self._ways.device), non_blocking=True)
+
+    def fetch(self, layer: int) -> None:
+        """What is listed, in this layer; it can be recorded."""
+        fetch_listed(self.table, self._ways, layer, self.page_bytes)
+
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A few numbers on the device. From memory that is not pinned the driver would first wait for the whole stream."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+    """A few numbers on the device."""
+    return pinned(values, device).to(device, non_blocking=True)
+
+
+def pinned(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On their way to a GPU: from memory that is not pinned the driver would first wait for the whole stream."""
+    return values.pin_memory() if device.type == "cuda" else values

@@ -26,7 +26,7 @@ from rekindle.kernels.paging import fetch_pages
 from rekindle.pool.choice import NOBODY, SINK, TAIL, Noted, Queries, Scores, is_kept
 from rekindle.pool.copies import STOCK, HostCopies, Together, has_failed, in_one_piece
 from rekindle.pool.homes import Homes, sent
-from rekindle.pool.returns import Returns
+from rekindle.pool.returns import Recorder, Returns
 from rekindle.snapshots.types import Page, Ready
 from rekindle.spec import PAGE
 
@@ -141,8 +141,10 @@ class PagePool:
         device: torch.device,
         host_pages: int = 0,
         slabs: int = STOCK,
+        record: Recorder | None = None,
     ) -> None:
-        """slabs: of pinned memory that wait for captures."""
+        """slabs: of pinned memory that wait for captures.
+        record: who records how pages come back, which is a launch for every layer; None: nobody does."""
         self.places = places
         self.total = places + host_pages
         # One place more than the pool has: padded rows of a replayed graph write there and nobody reads it.
@@ -161,6 +163,8 @@ class PagePool:
         self.copies = HostCopies(device, slabs)
         # While a table is restored all its pages are away, whatever places are free.
         self.homes = Homes(self.kv, self.total) if self.copies.pinned and layers else None
+        self._record = record
+        self._fetch_all: Callable[[], None] | None = None  # recorded, or not, when it is needed first
 
     @property
     def free(self) -> int:
@@ -234,6 +238,7 @@ class PagePool:
             table.keys = table.keys[: table.sealed]
 
     def clear(self, table: PageTable) -> None:
+        self.join()  # after a forward that failed pages may be under way, out of memory that is given back here
         self._leaving = None
         self._moves += 1
         self._release(table.pages)
@@ -381,7 +386,7 @@ class PagePool:
 
     def bring_back(self, table: PageTable) -> None:
         """Give places to the attended pages that are away: sink and tail first, then the latest. On a GPU they may be
-        under way for a while: whoever reads them waits, for his layer or, by `join`, for all."""
+        under way for a while: whoever reads them waits, for its layer or, by `join`, for all."""
         if not self.away:
             return
         away = [i for i in self._hopeful(table) if table.pages[i].place is None]
@@ -519,13 +524,17 @@ class PagePool:
         elif others:
             for page in others:
                 self._write(page, [copy.data for copy in page.copies or ()])
-        ways = None
-        if self.homes is not None and pinned:
-            ways = self.homes.of([*pinned.values()]), self.homes.of([*pinned.keys()])
+        if self.homes is not None:
+            self.homes.list_returns(pinned)
+        if self._fetch_all is None:
+            self._fetch_all = self._fetch_layers if self._record is None else self._record(self._fetch_layers)
+        self._fetch_all()
+
+    def _fetch_layers(self) -> None:
+        """What is listed, layer by layer."""
         for layer in range(len(self.kv)):
-            if ways is not None and self.homes is not None:
-                targets, sources = (way[layer : layer + 1] for way in ways)
-                fetch_pages(targets, sources, self.homes.page_bytes, quietly=True)
+            if self.homes is not None:
+                self.homes.fetch(layer)
             if self.returns is not None:
                 self.returns.all_handed_over(layer)
 

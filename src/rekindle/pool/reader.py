@@ -53,6 +53,7 @@ from rekindle.spec import PAGE
 
 STAGED = 64  # pages of one layer in each of the two buffers between host and device
 KEYED = 16  # pages whose keys are averaged at once, in all layers
+LATER = 16  # rows behind the end of a page, in decode: there the host has time to copy it, at the end it has none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,9 +75,10 @@ class Reach:
         return [i for i in self.attended if self.table.pages[i].place is None]
 
     @property
-    def sealed(self) -> list[HeldPage]:
-        """The pages that these rows fill up."""
-        return self.table.pages[self.position // PAGE : (self.position + self.count) // PAGE]
+    def to_copy(self) -> list[HeldPage]:
+        """The pages that these rows fill up; in decode, that the row LATER before filled up."""
+        first = self.position if self.count > 1 else max(0, self.position - LATER)
+        return self.table.pages[first // PAGE : (first + self.count) // PAGE]
 
     @property
     def skipped(self) -> int:
@@ -247,7 +249,7 @@ class PoolReader:
             self._pass(reach)
         if self.pool.away and not self._rewindable:
             # The pool is short, so these will leave one day: copied while the layers run, nobody waits for it then.
-            self.pool.export([page for reach in self._reaches for page in reach.sealed])
+            self.pool.export([page for reach in self._reaches for page in reach.to_copy])
 
     def _pass(self, reach: Reach) -> None:
         table, end, noted = reach.table, reach.position + reach.count, self._noted(reach)

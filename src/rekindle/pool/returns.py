@@ -6,10 +6,12 @@ compute. A recorded step waits too, for what is under way when it is replayed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # runs a step, and gives what runs it again
 
 
 class Returns:
@@ -22,6 +24,11 @@ class Returns:
             here.record(self._stream)  # one that was never recorded would leave nothing in a graph that waits for it
         self.under_way = False  # something that the current stream may not have waited for
 
+    @property
+    def by_layer(self) -> bool:
+        """A layer can wait for its own pages. Where not, everything is waited for as it is handed over."""
+        return bool(self._here)
+
     @contextmanager
     def handing_over(self) -> Iterator[None]:
         """What is handed over in the block waits for whoever still reads the places, and the host for nothing."""
@@ -29,13 +36,13 @@ class Returns:
         self.under_way = True
         with torch.cuda.stream(self._stream):
             yield
-        if not self._here:
+        if not self.by_layer:
             self.join()
 
     def all_handed_over(self, layer: int) -> None:
-        """All that this layer waits for, inside the block."""
-        if self._here:
-            self._here[layer].record(self._stream)
+        """All that this layer waits for, inside the block; it can be recorded."""
+        if self.by_layer:
+            self._here[layer].record(torch.cuda.current_stream(self._device))
 
     def wait_for(self, layer: int) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._here[layer])

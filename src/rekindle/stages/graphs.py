@@ -17,15 +17,13 @@ from rekindle.batch import Batch
 from rekindle.kernels.gated_delta import replay_rows
 from rekindle.models.model import ModelSpan
 from rekindle.models.state import DeltaState, LayerState
-from rekindle.pool import Seat
+from rekindle.pool import Recorder, Seat
 from rekindle.stages.layout import Form, Layout
 from rekindle.stages.types import Ahead
 
 BUFFERS = 3  # host buffers in turn: a copy may still be under way while the next step is laid out
 
 _recording = threading.Lock()  # one stage at a time: a device that is waited for must not be recording elsewhere
-
-Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # runs a step, and gives what runs it again
 
 
 class GraphRecorder:

@@ -16,13 +16,13 @@ from rekindle.kernels.attention.rows import KV_DTYPES, row_size
 from rekindle.kernels.matmul.scratch import Scratch, expanding_into
 from rekindle.models.model import ModelSpan
 from rekindle.models.state import DeltaState, KvState, LayerState
-from rekindle.pool import STOCK, KvMode, PagePool, PagingCounts, Policy, PoolReader, Seat
+from rekindle.pool import STOCK, KvMode, PagePool, PagingCounts, Policy, PoolReader, Recorder, Seat
 from rekindle.snapshots.slabs import Slabs
 from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part, wait_for
 from rekindle.spec import PAGE, Span
-from rekindle.stages.graphs import GraphRecorder, RecordedSteps, Recorder, rewind_layers
+from rekindle.stages.graphs import GraphRecorder, RecordedSteps, rewind_layers
 from rekindle.stages.layout import Form, Layout, round_up
-from rekindle.stages.scores import score_prompts
+from rekindle.stages.scores import join_scores, score_prompts
 from rekindle.stages.types import Ahead, PageCount, StageOutput
 
 WORK = ("step:recorded", "step:eager", "experts:ring", "experts:ring and cpu", "experts:stream", "experts:host")
@@ -54,6 +54,8 @@ class LocalStage:
         self.slots = slots
         self.scratch = Scratch(widest)
         spec = model.spec
+        if record is None and model.device.type == "cuda":
+            record = GraphRecorder(model.device)
         self.pool = PagePool(
             pages,
             len(spec.attention_layers(model.span)),
@@ -63,6 +65,7 @@ class LocalStage:
             model.device,
             host_pages,
             slabs,
+            record if model.device.type == "cuda" else None,
         )
         self._reader = PoolReader(self.pool, kv_mode, policy, open_pages=2 if rewind_rows else 1)
         self._tables = [self.pool.new_table() for _ in range(slots)]
@@ -72,8 +75,6 @@ class LocalStage:
         self._kept_rows = 0  # of a block that there is room for
         self._work = Counter(dict.fromkeys(WORK, 0))
         self._ways: dict[int, Counter[str]] = {}
-        if record is None and model.device.type == "cuda":
-            record = GraphRecorder(model.device)
         self._steps = None
         if record is not None:
             self._steps = RecordedSteps(model, self._states, self.slots, self.pool.scratch_page, record)
@@ -218,12 +219,15 @@ class LocalStage:
         return padded if can else None
 
     def _record_what_follows(self, batch: Batch, seats: Sequence[Seat]) -> None:
-        """The decode steps behind the end of a prompt are recorded while the device is busy with the chunk."""
+        """The decode steps behind the end of a prompt are recorded while the device is busy with the chunk; the one
+        that notes a query, once in a page, is not: the chunk may be over before it is."""
         for segment, seat in zip(batch.segments, seats, strict=True):
             if self._steps is not None and segment.wanted is Wanted.LAST and len(segment) > 1:
                 width = max(1, len(seat.places) + (segment.end % PAGE == 0))
                 far, sparse = self._reader.far(1), self.kv_mode == "sparse"
-                may_come = sparse and self.pool.returns is not None and self.pool.away > 0
+                may_come = (
+                    sparse and self.pool.away > 0 and self.pool.returns is not None and self.pool.returns.by_layer
+                )
                 for coming in (True, False) if may_come else (False,):
                     recorded = self._recorded(Form((1,), 1, width, False, False, far, coming))
                     # What a sparse chunk has no room for beside its own pages, the step behind it has.
@@ -449,7 +453,7 @@ def _join(outputs: Sequence[StageOutput]) -> StageOutput:
         rows([output.hidden for output in outputs]),
         rows([output.logits for output in outputs]),
         frozenset[int]().union(*(output.skipping for output in outputs)),
-        rows([output.scores for output in outputs]),
+        join_scores([output.scores for output in outputs if output.scores is not None]),
     )
 
 

@@ -30,7 +30,7 @@ class StageOutput:
     hidden: torch.Tensor | None  # [rows, hidden], None from the last stage
     logits: torch.Tensor | None  # [batch.logit_rows, vocab] float32, None from all but the last
     skipping: frozenset[int] = frozenset()  # slots whose rows left out pages (sparse mode): approximations
-    scores: torch.Tensor | None = None  # [batch.scored_rows, 1 + 2 · batch.top] float32, beside the logits
+    scores: torch.Tensor | None = None  # [batch.scored_rows, …] float32, beside the logits (scores.py)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,13 +19,30 @@ def test_pages_arrive_as_they_were_and_nothing_else_is_written(
     sources = torch.tensor([[page.data_ptr() for page in layer] for layer in pages])
     wanted = torch.full((layers, 8, *shape), 7, dtype=dtype)
     wanted[:, places] = torch.stack([torch.stack(layer) for layer in pages])
-    monkeypatch.setattr(triton, "QUIET", 4)
     monkeypatch.setattr(triton, "BLOCK", 256)
-    for fetch in (naive.fetch_pages, triton.fetch_pages, partial(triton.fetch_pages, quietly=True)):
+    for fetch in (naive.fetch_pages, triton.fetch_pages):
         to = torch.full((layers, 8, *shape), 7, dtype=dtype)
         targets = torch.tensor([[layer[place].data_ptr() for place in places] for layer in to])
         fetch(targets, sources, to[0, 0].nbytes)
         assert torch.equal(to, wanted)
+
+
+@pytest.mark.parametrize("kernels", [naive, triton])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_what_is_listed_comes_home_in_its_layer_alone(
+    kernels: ModuleType, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "QUIET", 4)
+    monkeypatch.setattr(triton, "BLOCK", 256)
+    pages = torch.randint(0, 255, (3, 13, 2, 64, 3, 34), dtype=torch.uint8)  # three layers of eight places, five berths
+    homes = torch.tensor([[page.data_ptr() for page in layer] for layer in pages])
+    ways, places, berths = torch.zeros(2, 9, dtype=torch.int32), [6, 0, 3, 7, 2], [8, 12, 9, 11, 10]
+    ways[:, 1:6] = torch.tensor([places, berths])
+    ways[0, 0] = count
+    wanted = pages.clone()
+    wanted[1, places[:count]] = pages[1, berths[:count]]
+    kernels.fetch_listed(homes, ways, 1, pages[0, 0].nbytes)
+    assert torch.equal(pages, wanted)
 
 
 def test_half_a_page_can_be_fetched_and_sources_may_be_a_view() -> None:

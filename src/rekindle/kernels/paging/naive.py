@@ -15,6 +15,11 @@ def fetch_pages(targets: Tensor, sources: Tensor, nbytes: int) -> None:
         ctypes.memmove(target, source, nbytes)
 
 
+def fetch_listed(homes: Tensor, ways: Tensor, layer: int, nbytes: int) -> None:
+    targets, sources = ways[:, 1 : 1 + int(ways[0, 0])]
+    fetch_pages(homes[layer, targets], homes[layer, sources], nbytes)
+
+
 def key_directions(keys: Tensor) -> Tensor:
     """Summed in halves: the bits of a page do not depend on the pages beside it."""
     sums = _sum_halves(from_rows(keys), 2)

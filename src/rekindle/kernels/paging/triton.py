@@ -1,4 +1,4 @@
-"""A GPU fetches pages by their addresses, which mean the same on the host and on the device; and scores them, in two
+"""A GPU fetches pages by their addresses, which mean the same on the host and on the device; and scores them, in a few
 launches: the host, which hands over the next step meanwhile, has no time for many."""
 
 from __future__ import annotations
@@ -18,15 +18,22 @@ SCORED = 16  # pages that one program scores
 QUIET = 8  # programs that together keep a link of 55 GB/s busy (docs/LOG.md)
 
 
-def fetch_pages(targets: Tensor, sources: Tensor, nbytes: int, quietly: bool = False) -> None:
+def fetch_pages(targets: Tensor, sources: Tensor, nbytes: int) -> None:
     assert targets.shape == sources.shape, f"{targets.shape} targets for {sources.shape} sources"
     assert targets.stride(1) == sources.stride(1) == 1, "the pages of a layer are listed side by side"
     assert nbytes % WORD == 0, f"a page of {nbytes} bytes is no whole number of words"
     words, (layers, pages) = nbytes // WORD, targets.shape
     blocks = triton.cdiv(words, BLOCK)
     count = blocks * pages * layers
-    _fetch_kernel[(min(QUIET, count) if quietly else count,)](
-        targets, sources, targets.stride(0), sources.stride(0), words, blocks, pages, count, BLOCK=BLOCK
+    _fetch_kernel[(count,)](targets, sources, targets.stride(0), sources.stride(0), words, blocks, pages, BLOCK=BLOCK)
+
+
+def fetch_listed(homes: Tensor, ways: Tensor, layer: int, nbytes: int) -> None:
+    assert all((homes.stride(1) == 1, ways.is_contiguous())), "numbers and addresses are listed side by side"
+    assert nbytes % WORD == 0, f"a page of {nbytes} bytes is no whole number of words"
+    words = nbytes // WORD
+    _listed_kernel[(QUIET,)](
+        homes, ways, layer * homes.stride(0), ways.shape[1], words, triton.cdiv(words, BLOCK), BLOCK=BLOCK
     )
 
 
@@ -38,17 +45,31 @@ def _pointer(address):
 
 # A list of addresses begins anywhere in a longer one: one kernel for all, so that none is compiled amid a request.
 @triton.jit(
-    do_not_specialize=["target_row", "source_row", "blocks", "pages", "count"],
+    do_not_specialize=["target_row", "source_row", "blocks", "pages"],
     do_not_specialize_on_alignment=["targets", "sources"],
 )
-def _fetch_kernel(targets, sources, target_row, source_row, words, blocks, pages, count, BLOCK: tl.constexpr):
+def _fetch_kernel(targets, sources, target_row, source_row, words, blocks, pages, BLOCK: tl.constexpr):
+    i = tl.program_id(0)
+    page, layer = i // blocks % pages, i // blocks // pages
+    source, target = tl.load(sources + layer * source_row + page), tl.load(targets + layer * target_row + page)
+    _move(target, source, i % blocks, words, BLOCK)
+
+
+@triton.jit
+def _move(target, source, block, words, BLOCK: tl.constexpr):
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < words
+    tl.store(_pointer(target) + at, tl.load(_pointer(source) + at, mask=inside, other=0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first", "width", "blocks"])
+def _listed_kernel(homes, ways, first, width, words, blocks, BLOCK: tl.constexpr):
+    count = tl.load(ways) * blocks
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
-        page, layer = i // blocks % pages, i // blocks // pages
-        source = _pointer(tl.load(sources + layer * source_row + page))
-        target = _pointer(tl.load(targets + layer * target_row + page))
-        at = i % blocks * BLOCK + tl.arange(0, BLOCK)
-        inside = at < words
-        tl.store(target + at, tl.load(source + at, mask=inside, other=0), mask=inside)
+        way = ways + 1 + i // blocks
+        source = tl.load(homes + first + tl.load(way + width))
+        target = tl.load(homes + first + tl.load(way))
+        _move(target, source, i % blocks, words, BLOCK)
 
 
 def key_directions(keys: Tensor) -> Tensor:
@@ -80,29 +101,27 @@ def _directions_kernel(
 def score_pages(keys: Tensor, query: Tensor) -> Tensor:
     pages, layers, kv_heads, dim = keys.shape
     assert all((keys.is_contiguous(), query.is_contiguous())), "heads and layers lie side by side"
-    out = torch.empty(pages, dtype=torch.float32, device=keys.device)
-    _score_kernel[(triton.cdiv(pages, SCORED),)](
-        keys, query, out, pages, layers, query.shape[1] // kv_heads, KV_HEADS=kv_heads, DIM=dim, TILE=SCORED
+    best = torch.empty((layers, pages), dtype=torch.float32, device=keys.device)
+    _score_kernel[(triton.cdiv(pages, SCORED), layers)](
+        keys, query, best, pages, query.shape[1] // kv_heads, KV_HEADS=kv_heads, DIM=dim, TILE=SCORED
     )
-    return out
+    return best.mean(0)
 
 
-@triton.jit(do_not_specialize=["pages", "layers", "group"])
+@triton.jit(do_not_specialize=["pages", "group"])
 def _score_kernel(
-    keys, query, out, pages, layers, group, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr
+    keys, query, best, pages, group, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    page = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    """Of the heads of one layer: decode waits while all layers are scored, so they go beside each other."""
+    page, layer = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE), tl.program_id(1)
     inside = page < pages
     d = tl.arange(0, DIM)
-    total = tl.zeros([TILE], tl.float32)
-    for layer in range(0, layers):
-        best = tl.full([TILE], float("-inf"), tl.float32)
-        for head in range(0, KV_HEADS):
-            at = (page * layers + layer) * KV_HEADS + head
-            direction = tl.load(keys + at[:, None] * DIM + d[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-            for i in range(0, group):
-                asked = tl.load(query + ((layer * KV_HEADS + head) * group + i) * DIM + d)
-                length = tl.maximum(tl.sqrt(tl.sum(asked * asked, axis=0)), 1e-12)
-                best = tl.maximum(best, tl.sum(direction * (asked / length)[None, :], axis=1))
-        total += best
-    tl.store(out + page, total / layers, mask=inside)
+    top = tl.full([TILE], float("-inf"), tl.float32)
+    for head in range(0, KV_HEADS):
+        at = (page * tl.num_programs(1) + layer) * KV_HEADS + head
+        direction = tl.load(keys + at[:, None] * DIM + d[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+        for i in range(0, group):
+            asked = tl.load(query + ((layer * KV_HEADS + head) * group + i) * DIM + d)
+            length = tl.maximum(tl.sqrt(tl.sum(asked * asked, axis=0)), 1e-12)
+            top = tl.maximum(top, tl.sum(direction * (asked / length)[None, :], axis=1))
+    tl.store(best + layer * pages + page, top, mask=inside)
