@@ -89,7 +89,7 @@ class Config:
     kv_mode: str = "exact"  # sparse leaves pages out once a sequence outgrows the pool
     kv_policy: str = "qk"  # which pages sparse mode attends: the likeliest to matter, or the latest (lru)
     pool: int | None = None  # tokens of KV on every device
-    vram: int | None = None  # bytes of every GPU that may be used
+    vram: tuple[int, ...] | None = None  # bytes that may be used of each GPU, or of every one
     ram: int | None = None  # bytes of host memory that may be used
     cache_ram: int = 2 << 30
     cache_dir: Path | None = None

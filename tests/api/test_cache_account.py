@@ -30,13 +30,19 @@ def test_the_metrics_tell_tiers_misses_evictions_saves_bad_files_and_audits(fres
     } <= page
 
 
-def test_every_finished_request_leaves_one_line_in_the_log(fresh_house: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_request_leaves_a_line_in_the_log_when_it_begins_and_one_when_it_ends(
+    fresh_house: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     house = fresh_house()
     with caplog.at_level(logging.INFO, "rekindle.api"):
         answer = house.client().completions.create(model="m", prompt="say(abcd)")
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
     (finished,) = house.engine.finished.values()
-    assert len(lines) == 1
+    (request,) = house.engine.requests
+    begins, ends = lines
+    assert begins.startswith(f"request {answer.id.removeprefix('cmpl-')[:8]} begins: ")
+    assert f"{finished.prompt_tokens} prompt tokens" in begins
+    assert f"at most {request.max_tokens}" in begins
     cache = finished.cache
     for part in (
         f"request {answer.id.removeprefix('cmpl-')[:8]} ",
@@ -46,4 +52,4 @@ def test_every_finished_request_leaves_one_line_in_the_log(fresh_house: Any, cap
         f"published {cache.published}",
         f"answered {finished.completion_tokens}",
     ):
-        assert part in lines[0]
+        assert part in ends

@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from gguf.quants import dequantize
+from typer.testing import CliRunner
 
+from rekindle.bench import synth
 from rekindle.bench.synth import SHAPES, byte_alphabet, shape_names, shape_totals, write_synthetic
+from rekindle.cli import app
+from rekindle.config import show_bytes
 from rekindle.errors import BadConfig
 from rekindle.weights import open_weights
 
@@ -118,3 +122,44 @@ def test_the_vocabulary_covers_every_byte_and_every_special_token(tmp_path: Path
 def test_an_unknown_shape_is_refused_with_the_known_ones() -> None:
     with pytest.raises(BadConfig, match=shape_names()[0]):
         shape_totals("qwen9")
+
+
+def command(path: Path) -> str:
+    done = CliRunner().invoke(app, ["bench", "synth", "--shape", "tiny", str(path)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_an_interrupted_file_leaves_nothing_behind_and_the_next_run_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+
+    def interrupted(*_: object) -> None:
+        seen.append([path.name for path in tmp_path.iterdir()])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(synth, "_write_tensor", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_synthetic(tmp_path / "s.gguf", "tiny")
+    assert seen == [["s.gguf.partial"]], "it has its name before it is whole"
+    assert list(tmp_path.iterdir()) == []
+    command(tmp_path / "s.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["s.gguf"]
+
+
+def test_the_size_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(synth, "_write_tensor", full)
+    done = CliRunner().invoke(app, ["bench", "synth", "--shape", "tiny", str(tmp_path / "s.gguf")])
+    assert f"writes {show_bytes(shape_totals('tiny').total)}" in done.output
+    assert isinstance(done.exception, BadConfig)
+    assert "s.gguf cannot be written: No space left on device" in str(done.exception)
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match=r"x\.gguf cannot be written: there is no folder .*nowhere"):
+        command(tmp_path / "nowhere" / "x.gguf")

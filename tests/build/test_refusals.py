@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rekindle.build import build_engine, make_machine, open_model
 from rekindle.cli import app
 from rekindle.cli.generate import told_apart
 from rekindle.cli.serve import _listen
-from rekindle.config import Config
+from rekindle.config import Config, parse_shards
 from rekindle.errors import BadConfig
 
 
@@ -37,7 +38,7 @@ def test_a_cache_folder_that_cannot_be_made_is_refused_before_the_model_is_opene
 )
 def test_vram_of_a_gpu_that_is_not_there_is_refused(devices: str, says: str) -> None:
     with pytest.raises(BadConfig, match=says):
-        make_machine([devices], 4 << 30, 8 << 30)
+        make_machine([devices], [4 << 30], 8 << 30)
 
 
 def test_a_plan_with_vram_needs_no_gpu_but_a_device_to_give_it_to(golden: Path) -> None:
@@ -84,10 +85,59 @@ def test_a_plan_says_which_sizes_are_shares_of_what_is_free(golden: Path) -> Non
 
 
 def test_a_split_of_imagined_devices_says_that_nobody_has_measured_them(golden: Path) -> None:
-    imagined, said = ("--devices", "cuda:0,cpu", "--vram", "4GiB", "--ram", "8GiB"), "imagined devices are equally fast"
+    imagined = ("--devices", "cuda:0,cpu", "--vram", "4GiB", "--ram", "8GiB")
+    said = "imagined GPUs are equally fast, and 100 times as fast as a CPU"
     assert said in plan_of(golden, *imagined).output
     assert said not in plan_of(golden, *imagined, "--split", "6,2").output
     assert said not in plan_of(golden, "--vram", "4GiB", "--ram", "8GiB").output
+
+
+def stages_of(golden: Path, *arguments: str) -> list[tuple[str, int, list[int]]]:
+    """Device, budget and span of every stage."""
+    told = json.loads(plan_of(golden, "--ram", "8GiB", "--json", *arguments).output)
+    return [(stage["device"], stage["budget"] >> 30, stage["span"]) for stage in told["stages"]]
+
+
+def test_an_imagined_card_that_holds_the_model_leaves_the_cpu_the_one_layer_it_must_have(golden: Path) -> None:
+    found = stages_of(golden, "--devices", "cuda:0,cpu", "--vram", "4GiB")
+    assert found == [("cuda:0", 4, [0, 7]), ("cpu", 8, [7, 8])]
+    found = stages_of(golden, "--devices", "cuda:0,cuda:1", "--vram", "4GiB")
+    assert found == [("cuda:0", 4, [0, 4]), ("cuda:1", 4, [4, 8])], "cards are equally fast"
+
+
+def test_vram_is_one_size_for_all_gpus_or_one_for_each(golden: Path) -> None:
+    found = stages_of(golden, "--devices", "cpu,cuda:0,hip:0", "--vram", "4GiB,2GiB")
+    assert [stage[:2] for stage in found] == [("cpu", 8), ("cuda:0", 4), ("hip:0", 2)]
+    found = stages_of(golden, "--vram", "4GiB,2GiB")
+    assert [stage[:2] for stage in found] == [("cuda:0", 4), ("cuda:1", 2)], "as many as have a size"
+    shards = parse_shards(["a=x"], [], [])
+    machine = make_machine(["cuda:0@a", "cpu", "cuda:1@a"], [4 << 30, 2 << 30], 8 << 30, shards)
+    assert [device.budget >> 30 for device in machine.devices] == [4, 8, 2]
+
+
+def test_a_wrong_number_of_sizes_is_refused_with_both_numbers(golden: Path) -> None:
+    says = "--vram gives 2 sizes, the number of GPUs is 3: cuda:0, cuda:1, cuda:2; give one for each, or one for all"
+    devices = "cuda:0,cuda:1,cpu,cuda:2"
+    assert says in str(plan_of(golden, "--devices", devices, "--vram", "4GiB,2GiB").exception)
+    with pytest.raises(BadConfig, match=says):
+        make_machine(devices.split(","), [4 << 30, 2 << 30], 8 << 30)
+
+
+@pytest.mark.parametrize("command", ["plan", "serve"])
+def test_a_bad_size_among_several_is_refused_with_the_way_to_write_them(golden: Path, command: str) -> None:
+    run = CliRunner().invoke(app, [command, str(golden / "tiny-qwen35-Q4_K_M.gguf"), "--vram", "24GiB,twelve"])
+    assert "--vram: 'twelve' is not a size" in str(run.exception)
+    assert "one size is for all GPUs, 24GiB,12GiB for one each" in str(run.exception)
+
+
+def test_a_refused_plan_names_the_cpu_where_it_would_help(golden: Path) -> None:
+    def with_vram(size: int, ram: str, *arguments: str) -> Any:
+        return plan_of(golden, "--context", "512", "--vram", f"{size}B", "--ram", ram, *arguments)
+
+    least = int(str(with_vram(1 << 20, "8GiB").exception).split("(")[1].split(" bytes")[0].replace(",", ""))
+    assert str(with_vram(least - 1, "8GiB").exception).endswith("; with --devices cuda:0,cpu it fits")
+    assert with_vram(least - 1, "8GiB", "--devices", "cuda:0,cpu").exit_code == 0
+    assert "it fits" not in str(with_vram(least - 1, "1MiB").exception)
 
 
 @pytest.mark.parametrize("name", ["nosuch.gguf", "nosuch.safetensors", "./nosuch", "../nosuch", "/nosuch", "~/nosuch"])

@@ -36,6 +36,7 @@ class Server:
             self.output.append(line)
             if match := re.search(r"chat in a browser\s+(http://\S+?)/?\s*$", line):
                 self.url = match[1]
+            if "curl " in line:  # the last line of the greeting
                 self._ready.set()
         self._ready.set()
 

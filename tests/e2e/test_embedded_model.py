@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +15,7 @@ import httpx
 import openai
 import pytest
 
+README = Path(__file__).parents[2] / "README.md"
 QUESTIONS = [f"Name {n} things that are {c}." for n in (1, 2, 3, 4) for c in ("red", "round", "cold", "loud")]
 
 
@@ -38,6 +41,16 @@ def test_chat_answers_a_question(client: openai.OpenAI) -> None:
     assert "Paris" in answer.choices[0].message.content
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize("place", ["greeting", "README"])
+def test_the_first_curl_that_is_offered_asks_for_a_short_answer(place: str, server: Any) -> None:
+    """Without a limit a small model may go on for minutes, and a newcomer takes that for a server that hangs."""
+    text = "".join(server.output) if place == "greeting" else README.read_text()
+    body = re.search(r"curl \S+/v1/chat/completions [^']*'content-type: application/json'\s[\\\s]*-d '(.*)'", text)
+    assert body is not None
+    answer = server.post("/v1/chat/completions", json.loads(body[1])).json()
+    assert answer["rekindle"]["max_tokens"] == 64
 
 
 def test_streamed_pieces_make_the_whole_answer(client: openai.OpenAI) -> None:

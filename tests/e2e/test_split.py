@@ -315,7 +315,7 @@ def dense(golden: Path) -> Path:
         (("cpu",), "auto", "--shard gives a, --devices puts nothing there"),
         (("cpu", "cpu@a"), "8,0", "0 among 8,0"),
         (("cpu", "cpu@a"), "1.0,-1.0", "-1.0 among 1.0,-1.0 must be a finite number above 0"),
-        (("cpu", "cpu@a"), "1.0", "names 1 devices, the machine has 2"),
+        (("cpu", "cpu@a"), "1.0", "--split 1.0 is for 1 device, --devices names 2"),
         (("cpu", *(f"cuda:{i}@a" for i in range(8))), "auto", "9 devices cannot share 8 layers"),
     ],
 )

@@ -292,6 +292,19 @@ def test_prompt_log_probabilities_equal_the_reference(tiny: Any, engine: Engine)
         assert abs(row.logprob - float(truth[i, prompt[i + 1]])) < 1e-3
 
 
+def test_a_scored_prompt_takes_no_hit_and_counts_as_a_miss_with_its_reason(engine: Engine) -> None:
+    prompt = Prompt(random_tokens(90, 91))
+    Answer(engine, prompt).wait()
+    before = dict(engine.status().cache.misses)
+    started = Answer(engine, prompt, prompt_logprobs=0).wait().events[0]
+    assert isinstance(started, Started)
+    assert (started.cache.restored, started.cache.computed) == (0, 90)
+    assert started.cache.miss == "prompt log-probabilities were asked for"
+    after = dict(engine.status().cache.misses)
+    assert after.pop("prompt_logprobs") == before.pop("prompt_logprobs", 0) + 1
+    assert after == before
+
+
 def test_started_comes_first_and_says_what_was_restored(engine: Engine) -> None:
     prompt = Prompt(random_tokens(100, 95))
     Answer(engine, prompt).wait()

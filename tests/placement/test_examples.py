@@ -23,6 +23,7 @@ from rekindle.placement import (
     plan_as_json,
     show_plan,
     sizes_from_tensors,
+    way_out,
 )
 from rekindle.placement.place import Placer
 from rekindle.placement.reserve import rewind_bytes, state_bytes, window_bytes
@@ -171,8 +172,8 @@ def test_bad_headers_are_one_clear_error() -> None:
         ({"context": 0}, "context is 0, it must lie between 1 and 1048576"),
         ({"context": 1 << 21}, "context is 2097152"),
         ({"sequences": 0}, "sequences is 0"),
-        ({"kv_type": "q4"}, "kv_type is 'q4', known types are bf16, f16, f32, q8"),
-        ({"kv_mode": "fast"}, "kv_mode is 'fast', known modes are exact, sparse"),
+        ({"kv_type": "q4"}, "--kv-type is 'q4', known types are bf16, f16, f32, q8"),
+        ({"kv_mode": "fast"}, "--kv-mode is 'fast', known modes are exact, sparse"),
         ({"pool": 0}, "pool is 0"),
         ({"ring_share": 1.5}, "ring_share is 1.5"),
         ({"ring_share": float("nan")}, "ring_share is nan"),
@@ -342,8 +343,56 @@ def test_alternatives_say_what_they_change() -> None:
     names = [
         other.name for other in alternatives(one_gpu(20 * GIB), spec, sizes, Wishes(131_072, sequences=4, ring_share=0))
     ]
-    assert names == ["q8 KV", "2 sequences", "budget for all experts hot", "budget for full KV"]
+    assert names == ["q8 KV", "2 sequences", "budget for all experts hot", "budget for full KV and all experts hot"]
     assert alternatives(one_gpu(48 * GIB), spec, sizes, Wishes(131_072)) == ()
+
+
+def test_a_plan_without_cold_experts_offers_no_budget_for_hot_ones() -> None:
+    machine = Machine((cpu(48 * GIB),), 48 * GIB)
+    others = alternatives(machine, *known_shapes("35B-A3B", "Q4_K_M"), Wishes(262_144, sequences=16))
+    assert [other.name for other in others if "budget" in other.name] == ["budget for full KV"]
+    assert not any("hot" in other.changes for other in others)
+
+
+@pytest.mark.parametrize("mode", ["exact", "sparse"])
+@pytest.mark.parametrize("budget", [20, 24, 32, 40])
+def test_fewer_sequences_and_smaller_kv_are_offered_only_where_they_gain_something(mode: str, budget: int) -> None:
+    machine, model = one_gpu(budget * GIB), known_shapes("35B-A3B", "Q4_K_M")
+    wishes = Wishes(262_144, sequences=16, kv_mode=mode)
+    plan = make_plan(machine, *model, wishes)
+    assert plan.pool_is_on
+    names = [other.name for other in plan.alternatives]
+    for name, change in (("8 sequences", {"sequences": 8}), ("q8 KV", {"kv_type": "q8"})):
+        other = make_plan(machine, *model, replace(wishes, **change))
+        gains = other.hot > plan.hot or other.pool_pages > plan.pool_pages or not other.pool_is_on
+        assert (name in names) == gains, name
+
+
+def test_full_kv_beside_cold_experts_is_offered_as_what_it_takes() -> None:
+    """The rule buys pages beyond the pool's target behind the last expert, so both come together or not at all."""
+    model, wishes = known_shapes("35B-A3B", "Q4_K_M"), Wishes(32_768)
+    named = {other.name: other.changes for other in alternatives(one_gpu(20 * GIB), *model, wishes)}
+    assert "budget for full KV" not in named
+    needs = float(named["budget for full KV and all experts hot"].split()[2])
+    enough, short = (make_plan(one_gpu(int(size * GIB)), *model, wishes) for size in (needs, needs - 0.02))
+    assert (enough.cold, enough.pool_is_on) == (0, False)
+    assert short.pool_is_on
+
+
+def test_one_budget_is_offered_once() -> None:
+    others = alternatives(one_gpu(350 * MIB), *moe(), Wishes(4096, sequences=2, pool=8192))  # the pool is full KV
+    changes = [other.changes for other in others]
+    assert len(set(changes)) == len(changes)
+
+
+def test_the_way_out_of_a_card_that_is_too_small_is_named_only_where_it_leads_out() -> None:
+    model, wishes = known_shapes("27B", "Q4_K_M"), Wishes(32_768)
+    assert way_out(one_gpu(16 * GIB, 64 * GIB), *model, wishes) == "with --devices gpu,cpu it fits"
+    assert make_plan(Machine((gpu(16 * GIB), cpu(64 * GIB)), 64 * GIB), *model, wishes).host_left >= 0
+    assert way_out(one_gpu(16 * GIB, 2 * GIB), *model, wishes) is None
+    assert way_out(Machine((cpu(4 * GIB),), 4 * GIB), *model, wishes) is None, "the CPU is there already"
+    two = Machine((gpu(24 * GIB, "a"), gpu(12 * GIB, "b")), 64 * GIB)
+    assert way_out(two, *model, replace(wishes, split=(1, 63))) == "with --split auto it fits"
 
 
 def test_a_shorter_context_is_proposed_where_it_helps() -> None:
@@ -392,6 +441,25 @@ def test_many_devices_are_shown_below_each_other_where_the_line_is_short() -> No
         assert narrow.count(str(stage.span)) == wide.count(str(stage.span)) == 2  # in the table and in the reasons
         assert narrow.count(gib(stage.total)) == wide.count(gib(stage.total))
     assert (narrow.count("\nlayers "), wide.count("\nlayers ")) == (2, 1)
+
+
+def test_the_picture_explains_what_it_shows_and_a_dense_model_has_no_experts() -> None:
+    routed, plain = (
+        show_plan(make_plan(one_gpu(600 * MIB), *model, Wishes(4096, cache_ram=0))) for model in (moe(), dense())
+    )
+    assert "W weights" in routed
+    assert "W weights" in plain
+    assert "D drafter" not in routed + plain
+    assert "E hot experts, R spare ring" in routed
+    assert "R spare ring" not in plain
+    assert "experts hot / cold" in routed
+    assert "experts" not in plain
+
+
+def test_few_bytes_are_said_as_bytes() -> None:
+    assert [gib(size) for size in (0, 1, 12, 1024)] == ["0 bytes", "1 byte", "12 bytes", "1.0 KiB"]
+    with pytest.raises(DoesNotFit, match=r"\(1\d,\d{3},\d{3},\d{3} bytes\)"):
+        plan_of("27B", "Q4_K_M", 8, Wishes(8192))
 
 
 def test_the_bar_is_to_scale() -> None:

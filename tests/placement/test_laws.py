@@ -277,7 +277,7 @@ def test_the_smallest_budget_that_the_error_names_is_the_smallest(
     assert callable(make)
     with pytest.raises(DoesNotFit) as refused:
         make_plan(Machine((make(1),), 1 << 50), spec, sizes, wishes)
-    smallest = int(str(refused.value).split("(")[1].split(" bytes")[0])
+    smallest = int(str(refused.value).split("(")[1].split(" bytes")[0].replace(",", ""))
     plan = Placer(Machine((make(smallest),), 1 << 50), spec, sizes, wishes).place()
     assert plan.stage(0).total <= smallest
     assert plan.cold == 0 or make is gpu
@@ -295,7 +295,7 @@ def test_the_smallest_ram_that_the_error_names_is_the_smallest(
     plan_or_skip(one_gpu(budget), spec, sizes, wishes)
     with pytest.raises(DoesNotFit, match="RAM of") as refused:
         Placer(one_gpu(budget, ram=1), spec, sizes, wishes).place()
-    smallest = int(str(refused.value).split("(")[1].split(" bytes")[0])
+    smallest = int(str(refused.value).split("(")[1].split(" bytes")[0].replace(",", ""))
     assert Placer(one_gpu(budget, ram=smallest), spec, sizes, wishes).place().host_left >= 0
     with pytest.raises(DoesNotFit):
         Placer(one_gpu(budget, ram=smallest - 1), spec, sizes, wishes).place()

@@ -66,7 +66,7 @@ def test_a_split_can_be_written_as_weights_counts_or_auto() -> None:
         ("20,19", 2, "layer counts 20,19 sum to 39, the model has 40 layers"),
         ("1,1", 2, r"sum to 2, the model has 40 layers \(weights are written with a point, such as 1.0,1.0\)"),
         ("40,0", 2, "layer count 0 among 40,0 must be above 0"),
-        ("0.5,0.5", 3, "names 2 devices, the machine has 3"),
+        ("0.5,0.5", 3, "--split 0.5,0.5 is for 2 devices, --devices names 3"),
         ("0.5,half", 2, "has the part 'half', which is neither a number nor 'auto'"),
         ("", 1, "has the part ''"),
         ("nan,1", 2, "split weight nan"),
@@ -83,7 +83,7 @@ def test_layer_counts_and_weights_reach_the_plan() -> None:
     machine = Machine((gpu(GIB, "a"), gpu(GIB, "b")), 8 * GIB)
     assert make_plan(machine, spec, sizes, Wishes(4096, split=(3, 5))).spans == (Span(0, 3), Span(3, 8))
     assert make_plan(machine, spec, sizes, Wishes(4096, split=(1.0, 3.0))).spans == (Span(0, 2), Span(2, 8))
-    with pytest.raises(BadConfig, match="names 3 devices, the machine has 2"):
+    with pytest.raises(BadConfig, match="is for 3 devices, --devices names 2"):
         make_plan(machine, spec, sizes, Wishes(4096, split=(1.0, 1.0, 1.0)))
 
 

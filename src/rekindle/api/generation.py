@@ -174,6 +174,7 @@ class Generation:
             )
         )
         self.choices.append(choice)
+        log.info("%s", _begin_line(choice.request_id, prompt, order.limits[index // order.n]))
 
     @property
     def done(self) -> bool:
@@ -278,8 +279,13 @@ def _cache(cache: CacheReport, text: TextPort) -> dict[str, Any]:
     }
 
 
+def _begin_line(id: str, prompt: Prompt, limit: int) -> str:
+    """The first line of a request in the log: a long answer is under way, not a server that hangs."""
+    return f"request {id[:8]} begins: {len(prompt.tokens)} prompt tokens, an answer of at most {limit}"
+
+
 def _account_line(id: str, finished: Finished, text: TextPort) -> str:
-    """One line per request for the log: what was restored, what was computed, and why not more was known."""
+    """The last line of a request in the log: what was restored, what was computed, and why not more was known."""
     cache = finished.cache
     line = (
         f"request {id[:8]} {finished.reason}: {finished.prompt_tokens} prompt tokens, "

@@ -11,6 +11,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -88,7 +89,7 @@ def write_synthetic(path: str | Path, shape: str, seed: int = 0) -> Path:
     tensors = _tensors(chosen.spec)
     rng = np.random.default_rng(seed)
     runs = {type: _doubled(run(rng, _run_length(chosen))) for type, run in RUNS.items()}
-    with path.open("wb") as file:
+    with _named_once_whole(path) as file:
         file.write(_header(chosen, tensors))
         _pad(file)
         for tensor in tensors:
@@ -200,6 +201,18 @@ def _small_values(rng: np.random.Generator, tensor: _Tensor) -> np.ndarray:
 
 
 # ---- the file -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _named_once_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that bears its name only when all of it is written; what an interruption leaves is removed."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _write_tensor(file: BinaryIO, tensor: _Tensor, runs: dict[str, np.ndarray], rng: np.random.Generator) -> None:

@@ -2,7 +2,7 @@
 
 from rekindle.build.app import build_app
 from rekindle.build.engine import Built, build_engine, plan_model
-from rekindle.build.machine import RAM_SHARE, VRAM_SHARE, available_ram, check_vram, device_names, make_machine
+from rekindle.build.machine import RAM_SHARE, VRAM_SHARE, available_ram, device_names, make_machine, vram_by_name
 from rekindle.build.model import Model, embedded_model, open_model, open_weights_of
 from rekindle.build.probe import probe_device, speeds
 from rekindle.build.shards import StageOrder, build_shard, choose_types, host_shard
@@ -18,7 +18,6 @@ __all__ = [
     "build_app",
     "build_engine",
     "build_shard",
-    "check_vram",
     "choose_types",
     "device_names",
     "embedded_model",
@@ -30,4 +29,5 @@ __all__ = [
     "plan_model",
     "probe_device",
     "speeds",
+    "vram_by_name",
 ]

@@ -21,9 +21,9 @@ from rekindle.build.sizes import loaded_sizes
 from rekindle.config import Config, show_bytes
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.router import Router
-from rekindle.errors import BadConfig
+from rekindle.errors import BadConfig, DoesNotFit
 from rekindle.experts import CountsFile, RoutingCounts
-from rekindle.placement import Machine, Plan, Wishes, make_plan, parse_split
+from rekindle.placement import Machine, Plan, Wishes, make_plan, parse_split, way_out
 from rekindle.pool.choice import LEAD
 from rekindle.prefix import PrefixCache, check_budget
 from rekindle.snapshots.about import About, describe, strangers
@@ -250,7 +250,15 @@ def plan_model(config: Config, model: Model, machine: Machine) -> Plan:
         counts=counts_file.counts.for_placement() if counts_file else None,
         cache_ram=config.cache_ram // config.replicas,
     )
-    return make_plan(machine, spec, loaded_sizes(model.file, DTYPES[dtype]), wishes)
+    sizes = loaded_sizes(model.file, DTYPES[dtype])
+    try:
+        return make_plan(machine, spec, sizes, wishes)
+    except DoesNotFit as error:
+        chosen = config.replicas == 1 and config.ray is None  # else devices and their split are not the user's own
+        way = way_out(machine, spec, sizes, wishes) if chosen else None
+        if way is None:
+            raise
+        raise DoesNotFit(f"{error}; {way}") from error
 
 
 def _counts_file(config: Config, model: Model) -> CountsFile | None:

@@ -37,7 +37,7 @@ def device_names(wanted: Sequence[str]) -> list[str]:
 
 def make_machine(
     names: Sequence[str],
-    vram: int | None,
+    vram: Sequence[int] | None,
     ram: int | None,
     shards: Sequence[ShardSetting] = (),
     speeds: Mapping[str, float] | None = None,
@@ -50,13 +50,13 @@ def make_machine(
     ram = ram or int(available_ram() * RAM_SHARE)
     by_name = {shard.name: shard for shard in shards}
     _check_shards(names, by_name)
-    check_vram(vram, names)
+    given_vram = vram_by_name(vram, names)
     homes = [(device_of(name), by_name.get(shard_of(name))) for name in names]
     here = [shard for device, shard in homes if device == "cpu" and (shard is None or not is_elsewhere(shard))]
     given = [shard.memory for shard in here if shard is not None and shard.memory is not None]
     share = max(1, (ram - sum(given)) // max(1, len(here) - len(given)))
     devices = [
-        _device(name, device, shard, vram, share, (speeds or {}).get(name, 1.0))
+        _device(name, device, shard, given_vram.get(name), share, (speeds or {}).get(name, 1.0))
         for name, (device, shard) in zip(names, homes, strict=True)
     ]
     if unused := sorted(by_name.keys() - set(map(shard_of, names))):
@@ -87,10 +87,20 @@ def _check_shards(names: Sequence[str], shards: Mapping[str, ShardSetting]) -> N
             raise BadConfig(f"--devices: '{name}' lies in the shard '{shard_of(name)}', --shard gives {known}")
 
 
-def check_vram(vram: int | None, names: Sequence[str]) -> None:
-    """A budget for GPUs is for somebody."""
-    if vram is not None and all(device_of(name) == "cpu" for name in names):
-        raise BadConfig(f"--vram is {show_bytes(vram)}, but there is no GPU among the devices: {', '.join(names)}")
+def vram_by_name(vram: Sequence[int] | None, names: Sequence[str]) -> dict[str, int]:
+    """What each GPU of these devices is given: one size is for all of them, several are for one each, in order."""
+    if vram is None:
+        return {}
+    gpus = [name for name in names if device_of(name) != "cpu"]
+    if not gpus:
+        told = ", ".join(map(show_bytes, vram))
+        raise BadConfig(f"--vram is {told}, but there is no GPU among the devices: {', '.join(names)}")
+    if len(vram) not in (1, len(gpus)):
+        raise BadConfig(
+            f"--vram gives {len(vram)} sizes, the number of GPUs is {len(gpus)}: {', '.join(gpus)}; "
+            "give one for each, or one for all"
+        )
+    return dict(zip(gpus, vram if len(vram) > 1 else [*vram] * len(gpus), strict=True))
 
 
 def _device(name: str, device: str, shard: ShardSetting | None, vram: int | None, ram: int, speed: float) -> Device:
@@ -107,7 +117,7 @@ def _device(name: str, device: str, shard: ShardSetting | None, vram: int | None
     if vram is not None and shard is not None:
         return Device(name, kind, vram, speed)  # perhaps one that only the shard's torch knows
     free = _free_vram(name, kind, int(index))
-    return Device(name, kind, vram or free, speed)
+    return Device(name, kind, free if vram is None else vram, speed)
 
 
 def _free_vram(name: str, kind: str, index: int) -> int:

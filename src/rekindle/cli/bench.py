@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from rekindle.bench.ops import Op, top_ops
 from rekindle.bench.speed import Report, run_bench
-from rekindle.bench.synth import SHAPES, write_synthetic
+from rekindle.bench.synth import SHAPES, shape_totals, write_synthetic
 from rekindle.build import Built
 from rekindle.build.probe import probe_device
 from rekindle.cli import options
@@ -45,8 +45,14 @@ def synth(
     target = path or Path(f"{shape}.gguf")
     if target.exists():
         raise BadConfig(f"{target} exists; name another file or remove it")
-    write_synthetic(target, shape)
-    print(f"{target}: {show_bytes(target.stat().st_size)}")
+    if not target.parent.is_dir():
+        raise BadConfig(f"{target} cannot be written: there is no folder {target.parent}")
+    print(f"{target}: writes {show_bytes(shape_totals(shape).total)}", flush=True)
+    try:
+        write_synthetic(target, shape)
+    except OSError as error:
+        raise BadConfig(f"{target} cannot be written: {error.strerror}") from error
+    print(f"{target}: done")
 
 
 @app.command("run")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -31,15 +33,14 @@ Id = Annotated[str, typer.Argument(help="A snapshot's id, or the beginning of it
 WHICH = "name the one that was given to `rekindle serve --cache-dir`"
 SHOWN = 10  # characters of an id in a list
 LISTED = 20  # snapshots of one model and its settings, unless all are asked for
-ITEMS = 4  # of a list in a manifest, unless all are asked for
-
-All = Annotated[bool, typer.Option("--all", help="Nothing left out.")]
 
 
 @app.command("list")
 def list_command(
     folder: Folder,
-    whole: All = False,
+    whole: Annotated[
+        bool, typer.Option("--all", help=f"Also those that were used before the latest {LISTED} of a model.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs; all of them.")] = False,
 ) -> None:
     """The snapshots, the most recently used first. A server may be using the folder."""
@@ -48,7 +49,9 @@ def list_command(
         print(json.dumps([{name: getattr(info, name) for name in SnapshotInfo.__slots__} for info in found]))
         return
     if not found:
-        print(f"no snapshots in {folder}; {WHICH}")
+        print(
+            f"{folder} has no snapshots: none was saved there yet, or `rekindle serve --cache-dir` names another folder"
+        )
         return
     out = Console()
     for fingerprint in dict.fromkeys(info.fingerprint for info in found):
@@ -87,16 +90,55 @@ def _ago(seconds: float) -> str:
 
 
 @app.command("show")
-def show_command(folder: Folder, id: Id, whole: All = False) -> None:
-    """The manifest of one snapshot, as JSON; of its long lists the beginning."""
+def show_command(
+    folder: Folder,
+    id: Id,
+    whole: Annotated[
+        bool, typer.Option("--all", help="The manifest as it is on disk, JSON: every tensor, page, chunk and token id.")
+    ] = False,
+) -> None:
+    """What one snapshot consists of: the state of its layers by kind, its pages, how it was computed."""
     manifest = show_snapshot(_existing(folder), id)
-    print(json.dumps(manifest if whole else {name: _beginning(value) for name, value in manifest.items()}, indent=2))
+    if whole:
+        print(json.dumps(manifest, indent=2))
+        return
+    for name, value in _summary(manifest):
+        print(f"{name:<14}{value}")
+    print("--all shows the whole manifest")
 
 
-def _beginning(value: object) -> object:
-    if not isinstance(value, list) or len(value) <= ITEMS:
-        return value
-    return [*value[:ITEMS], f"and {len(value) - ITEMS:,} more; --all shows them"]
+def _summary(manifest: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    yield from ((name, manifest[name]) for name in ("id", "fingerprint", "kind", "conversation"))
+    yield "saved", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved"]))
+    yield "tokens", f"{manifest['position']:,} ({_computed(manifest['stretches'])}; grid {manifest['grid']})"
+    yield "pages", f"{len(manifest['pages']):,}; in one {' and '.join(map(_tensors, _alike(manifest['page_rows'])))}"
+    yield "tail", f"{len(manifest['tail_tokens'])} tokens past the last page"
+    yield "own", f"{show_bytes(manifest['own_bytes'])} in {manifest['own']}:"
+    for alike in _alike(manifest["parts"]):
+        size = show_bytes(sum(part["bytes"] for part in alike))
+        yield f"  {alike[0]['name']}", f"{_tensors(alike)}, {size}"
+
+
+def _computed(stretches: list[dict[str, Any]]) -> str:
+    """Tokens by the way they were computed; a stretch begins where the one before it stops."""
+    tokens: Counter[str] = Counter()
+    for before, stretch in zip([0, *(it["stop"] for it in stretches)], stretches, strict=False):
+        tokens[stretch["how"]] += stretch["stop"] - before
+    return ", ".join(f"{how} {count:,}" for how, count in tokens.items())
+
+
+def _alike(parts: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
+    """Tensors of one kind, type and shape together: those of most layers."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for part in parts:
+        groups.setdefault(f"{part.get('name')} {part['dtype']} {part['shape']}", []).append(part)
+    return groups.values()
+
+
+def _tensors(alike: list[dict[str, Any]]) -> str:
+    first = alike[0]
+    tensor = f"{first['dtype']} [{', '.join(map(str, first['shape']))}]"
+    return tensor if first["layer"] is None else f"{tensor} of {len(alike)} layers"
 
 
 @app.command("verify")

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rekindle.build import RAM_SHARE, VRAM_SHARE, Built, build_engine
 from rekindle.config import Config, parse_bytes, show_bytes
+from rekindle.errors import BadConfig
 
 ModelPath = Annotated[
     Path | None, typer.Argument(help="A GGUF file or a Hugging Face folder; the embedded model if left out.")
@@ -28,7 +29,10 @@ SEQUENCES = Config().sequences
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 Vram = Annotated[
     str | None,
-    typer.Option(help=f"Memory to use of each GPU, such as 24GiB; {VRAM_SHARE:.0%} of what is free if left out."),
+    typer.Option(
+        help="Memory to use of each GPU: 24GiB is for all of them, 24GiB,12GiB for one each; "
+        f"{VRAM_SHARE:.0%} of what is free if left out."
+    ),
 ]
 Ram = Annotated[
     str | None,
@@ -50,6 +54,14 @@ KvType = Annotated[str | None, typer.Option(help="KV pages: f32, bf16, f16 or q8
 
 def size(text: str | None, option: str) -> int | None:
     return None if text is None else parse_bytes(text, option)
+
+
+def sizes(text: str | None, option: str) -> tuple[int, ...] | None:
+    """One, or several with commas between."""
+    try:
+        return None if text is None else tuple(parse_bytes(part, option) for part in text.split(","))
+    except BadConfig as error:
+        raise BadConfig(f"{error}; one size is for all GPUs, 24GiB,12GiB for one each") from error
 
 
 def names(devices: str) -> tuple[str, ...]:

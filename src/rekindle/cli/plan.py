@@ -12,17 +12,22 @@ import typer
 from rekindle.build import (
     RAM_SHARE,
     VRAM_SHARE,
-    check_vram,
     device_names,
     make_machine,
     open_model,
     plan_model,
     speeds,
+    vram_by_name,
 )
 from rekindle.cli import options
 from rekindle.config import Config, parse_bytes, show_bytes
 from rekindle.errors import BadConfig, DoesNotFit
 from rekindle.placement import Device, Machine, Plan, plan_as_json, show_plan
+
+# Times as fast as a CPU: a card reads its memory ten times as fast as a CPU reads RAM, and there are about a tenth as
+# many bytes, since a CPU keeps no quantised weights. More than the layers of any model, so that a card which holds
+# all of them leaves the CPU the one it must have.
+IMAGINED_GPU = 100.0
 
 
 def plan(
@@ -43,11 +48,12 @@ def plan(
 ) -> None:
     """Show the plan for a model: every byte by name, why, and what stands next to it. Needs no GPU and loads nothing.
 
-    With --vram a GPU of that size is assumed where the machine has none.
+    With --vram GPUs of that size are assumed, whatever the machine has; without --devices one for each size.
     """
     names = options.names(devices)
-    if vram is not None and names == ("auto",):
-        names = ("cuda:0",)
+    given = options.sizes(vram, "--vram")
+    if given is not None and names == ("auto",):
+        names = tuple(f"cuda:{i}" for i in range(len(given)))
     config = Config(
         model=model,
         devices=names,
@@ -59,7 +65,7 @@ def plan(
         kv_mode=kv_mode,
         kv_policy=kv_policy,
         pool=pool,
-        vram=options.size(vram, "--vram"),
+        vram=given,
         ram=options.size(ram, "--ram"),
         cache_ram=parse_bytes(cache_ram, "--cache-ram"),
     )
@@ -79,12 +85,14 @@ def _plan(config: Config) -> Plan:
         raise
     if config.vram is None:
         return made
-    usual, whole = show_bytes(int(config.vram * VRAM_SHARE)), show_bytes(config.vram)
-    said = [
-        f"serve without --vram takes {_percent(VRAM_SHARE)} of what is free: about {usual} of an empty {whole} card"
-    ]
+    cards = " and ".join(
+        f"about {show_bytes(int(size * VRAM_SHARE))} of an empty {show_bytes(size)} card"
+        for size in dict.fromkeys(config.vram)
+    )
+    said = [f"serve without --vram takes {_percent(VRAM_SHARE)} of what is free: {cards}"]
     if len(made.stages) > 1 and config.split == "auto":
-        said.append("imagined devices are equally fast; serve measures real ones, and may split otherwise")
+        assumed = f"imagined GPUs are equally fast, and {IMAGINED_GPU:.0f} times as fast as a CPU"
+        said.append(f"{assumed}; serve measures real ones, and may split otherwise")
     return replace(made, reasons=(*made.reasons, *said))
 
 
@@ -98,10 +106,10 @@ def _machine(config: Config) -> Machine:
         names = device_names(config.devices)
         relative = speeds(names, ()) if config.split == "auto" else None  # as `serve` divides the layers
         return make_machine(names, None, config.ram, (), relative)
-    check_vram(config.vram, config.devices)
+    budgets = vram_by_name(config.vram, config.devices)
     machine = make_machine(["cpu"], None, config.ram)
     imagined = [
-        Device("cpu", "cpu", machine.ram, host=True) if name == "cpu" else Device(name, _kind(name), config.vram)
+        machine.devices[0] if name == "cpu" else Device(name, _kind(name), budgets[name], IMAGINED_GPU)
         for name in config.devices
     ]
     return Machine(tuple(imagined), machine.ram)

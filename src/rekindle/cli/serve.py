@@ -92,7 +92,7 @@ def serve(
         kv_mode=kv_mode,
         kv_policy=kv_policy,
         pool=pool,
-        vram=options.size(vram, "--vram"),
+        vram=options.sizes(vram, "--vram"),
         ram=options.size(ram, "--ram"),
         cache_ram=parse_bytes(cache_ram, "--cache-ram"),
         cache_dir=cache_dir,
@@ -189,6 +189,6 @@ def _greet(built: Built, host: str, port: int, name: str, locked: bool) -> None:
     out.print(f"  OpenAI-style clients   OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}", highlight=False)
     out.print(
         f"  or just                curl {url}/v1/chat/completions {headers} "
-        """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'\n""",
+        """-d '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}'\n""",
         highlight=False,
     )

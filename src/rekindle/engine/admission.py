@@ -18,7 +18,7 @@ from rekindle.engine.publisher import Publisher
 from rekindle.engine.sequence import Sequence
 from rekindle.engine.types import CacheReport, Divergence
 from rekindle.errors import SnapshotMismatch
-from rekindle.prefix import Hit, Lookup, PrefixCache, Tier
+from rekindle.prefix import Hit, Lookup, Miss, PrefixCache, Tier
 from rekindle.prompt import Boundary, BoundaryKind
 from rekindle.spec import PAGE
 from rekindle.stages import Pipeline
@@ -60,10 +60,10 @@ class Admission:
             sequence.cuts = sequence.audit.cuts
             return True
         if sequence.request.prompt_logprobs is not None:
+            found = self._prefixes.lookup_of_nothing(Miss.PROMPT_LOGPROBS)
             self._pipeline.open(slot)
-            sequence.cache = CacheReport(
-                computed=sequence.prompt_length, miss="prompt log-probabilities were asked for"
-            )
+            found.taken()
+            sequence.cache = CacheReport(computed=sequence.prompt_length, miss=found.reason)
             return True
         return self._restore_prefix(sequence, slot, alone)
 

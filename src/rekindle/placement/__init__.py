@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle.placement.advice import alternatives
+from rekindle.placement.advice import alternatives, way_out
 from rekindle.placement.place import moved_bytes
 from rekindle.placement.plan import make_plan
 from rekindle.placement.reserve import expanded_values, kv_token_bytes
@@ -43,4 +43,5 @@ __all__ = [
     "show_plan",
     "sizes_from_tensors",
     "split_layers",
+    "way_out",
 ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rekindle.errors import DoesNotFit
 from rekindle.placement.buy import hot_of
 from rekindle.placement.place import Draft, Placer
-from rekindle.placement.types import Alternative, Machine, Plan, Sizes, StagePlan, Wishes, pages_for
+from rekindle.placement.types import Alternative, Device, Machine, Plan, Sizes, StagePlan, Wishes, pages_for
 from rekindle.placement.units import at_least, gib, plural
 from rekindle.spec import PAGE, ModelSpec, Span
 
@@ -128,12 +128,12 @@ def _neighbours(placer: Placer, base: Plan | None) -> Iterator[Alternative]:
             break
     if wishes.kv_type != "q8" and spec.attention.head_dim % 32 == 0:
         plan = _try(placer, replace(wishes, kv_type="q8"), base)
-        if plan is not None:
+        if plan is not None and _gains(base, plan):
             yield Alternative("q8 KV", _difference(base, plan))
     if wishes.sequences > 1:
         fewer = wishes.sequences // 2
         plan = _try(placer, replace(wishes, sequences=fewer), base)
-        if plan is not None:
+        if plan is not None and _gains(base, plan):
             yield Alternative(plural(fewer, "sequence"), _difference(base, plan))
     yield from _larger_budgets(placer, base)
 
@@ -144,13 +144,22 @@ def _is_better(base: Plan | None, plan: Plan) -> bool:
     return plan.hot > base.hot if base.cold else not plan.pool_is_on
 
 
+def _gains(base: Plan | None, plan: Plan) -> bool:
+    if base is None:
+        return True
+    return plan.hot > base.hot or plan.pool_pages > base.pool_pages or plan.pool_is_on < base.pool_is_on
+
+
 def _larger_budgets(placer: Placer, base: Plan | None) -> Iterator[Alternative]:
     """What the machine would need, with the spans of this plan."""
     spans = placer.spans() if base is None else base.spans
-    if placer.spec.ffn.is_moe:
+    cold = placer.spec.ffn.is_moe if base is None else base.cold > 0
+    paged = base is None or base.pool_is_on
+    full = placer.wishes.full_pages
+    if cold and not (paged and placer.target == full):  # else it is the same budget
         yield from _larger_budget(placer, spans, "all experts hot", placer.target)
-    if base is None or base.pool_is_on:
-        yield from _larger_budget(placer, spans, "full KV", placer.wishes.full_pages)
+    if paged:  # pages beyond the target come behind the last expert
+        yield from _larger_budget(placer, spans, "full KV and all experts hot" if cold else "full KV", full)
 
 
 def _larger_budget(placer: Placer, spans: tuple[Span, ...], name: str, pages: int) -> Iterator[Alternative]:
@@ -175,6 +184,21 @@ def _shorter(context: int) -> Iterator[int]:
             yield power
 
 
+def way_out(machine: Machine, spec: ModelSpec, sizes: Sizes, wishes: Wishes) -> str | None:
+    """What would make room for wishes that do not fit, of what the user has already: another split, or the CPU."""
+    if wishes.split is not None:
+        wishes = replace(wishes, split=None)
+        if _try(Placer(machine, spec, sizes, wishes), wishes, None) is not None:
+            return "with --split auto it fits"
+    if any(device.host for device in machine.devices) or len(machine.devices) >= spec.layers:
+        return None
+    cpu = Device("cpu", "cpu", machine.ram, host=True)
+    wider = Machine((*machine.devices, cpu), machine.ram)
+    if _try(Placer(wider, spec, sizes, wishes), wishes, None) is None:
+        return None
+    return f"with --devices {','.join(device.name for device in wider.devices)} it fits"
+
+
 def _try(placer: Placer, wishes: Wishes, base: Plan | None) -> Plan | None:
     """Other wishes on the same machine; where RAM is short the split of the base does."""
     try:
@@ -192,6 +216,6 @@ def _difference(base: Plan | None, plan: Plan) -> str:
         return pool
     gained = plan.hot - base.hot
     if not gained:
-        return f"as many hot experts; {pool}"
+        return f"as many hot experts; {pool}" if base.cold else pool
     more = "more" if gained > 0 else "fewer"
     return f"{abs(gained):,} {more} hot ({plural(plan.cold, 'cold expert')} left); {pool}"

@@ -473,7 +473,7 @@ class Placer:
         evicted = Item("evicted KV of one sequence", _evicted_bytes(stages, pages_for(self.wishes.context)))
         items = [*self._host_items(stages), evicted]
         parts = ", ".join(f"{item.name} {gib(item.bytes)}" for item in items if item.bytes)
-        told = f"RAM of {gib(ram)} is too small, at least {at_least(needed)} ({needed} bytes) are needed: {parts}"
+        told = f"RAM of {gib(ram)} is too small, at least {at_least(needed)} ({needed:,} bytes) are needed: {parts}"
         left = ram - (needed - evicted.bytes)  # the margin of less RAM is smaller, so at least as much
         if left >= 0:
             pool = min(stage.pool_pages for stage in stages)
@@ -534,7 +534,7 @@ def _describe_missing(draft: Draft) -> str:
     parts = ", ".join(f"{item.name} {gib(item.bytes)}" for item in largest if item.bytes)
     return (
         f"{device.name} has a budget of {gib(device.budget)}, layers {draft.span} need at least {at_least(least)} "
-        f"({least} bytes), {gib(least - device.budget)} more; the largest parts: {parts}"
+        f"({least:,} bytes), {gib(least - device.budget)} more; the largest parts: {parts}"
     )
 
 

@@ -92,7 +92,8 @@ def _table(plan: Plan, width: int) -> list[str]:
     rows.append(["total", *(gib(stage.total) for stage in plan.stages), gib(plan.host_total)])
     lefts = ("" if stage.device.host else gib(stage.left) for stage in plan.stages)  # RAM is shown once, for all
     rows.append(["left", *lefts, gib(plan.host_left)])
-    rows.append(["experts hot / cold", *(f"{s.hot_count:,} / {s.cold:,}" for s in plan.stages), ""])
+    if plan.spec.ffn.is_moe:
+        rows.append(["experts hot / cold", *(f"{s.hot_count:,} / {s.cold:,}" for s in plan.stages), ""])
     rows.append(["KV tokens", *(f"{s.pool_tokens:,}" for s in plan.stages), f"{_host_tokens(plan):,}"])
     return _align([header, *rows], width)
 
@@ -131,15 +132,15 @@ def _align(rows: list[list[str]], width: int) -> list[str]:
 def _picture(plan: Plan, width: int) -> str:
     names, sizes = ([len(text) for text in texts] for texts in zip(*map(_labels, plan.stages), strict=True))
     cells = min(BAR, width - max(names) - max(sizes) - 4)
-    bars = []
-    for stage in plan.stages:
-        name, size = _labels(stage)
-        bars.append(f"{name.ljust(max(names))} [{bar(stage, plan.left_of(stage), cells)}] {size}")
-    kinds = [*(f"{letter} {words}" for letter, words, _ in LEGEND), f"{LEFT} left"]
-    if any(stage.device.host for stage in plan.stages):
-        kinds.insert(-1, f"{BESIDE} others in RAM")
-    legend = ", ".join(kind.replace(" ", TIE) for kind in kinds)
-    return "\n".join([*bars, _folded(legend, width, max(names) + 2).replace(TIE, " ")])
+    bars = [bar(stage, plan.left_of(stage), cells) for stage in plan.stages]
+    lines = []
+    for drawn, (name, size) in zip(bars, map(_labels, plan.stages), strict=True):
+        lines.append(f"{name.ljust(max(names))} [{drawn}] {size}")
+    meanings = {letter: words for letter, words, _ in LEGEND} | {BESIDE: "others in RAM", LEFT: "left"}
+    legend = ", ".join(
+        f"{letter} {words}".replace(" ", TIE) for letter, words in meanings.items() if letter in "".join(bars)
+    )
+    return "\n".join([*lines, _folded(legend, width, max(names) + 2).replace(TIE, " ")])
 
 
 def _labels(stage: StagePlan) -> tuple[str, str]:

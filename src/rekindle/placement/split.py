@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from rekindle.errors import BadConfig
+from rekindle.placement.units import plural
 from rekindle.spec import Span
 
 AUTO = "auto"
@@ -49,7 +50,7 @@ def spans_from_counts(layers: int, counts: Sequence[int]) -> tuple[Span, ...]:
 def spans_from_wish(split: Sequence[float], devices: int, layers: int) -> tuple[Span, ...]:
     """Ints are layer counts, anything else is weights."""
     if len(split) != devices:
-        raise BadConfig(f"the split {_join(split)} names {len(split)} devices, the machine has {devices}")
+        raise BadConfig(f"--split {_join(split)} is for {plural(len(split), 'device')}, --devices names {devices}")
     counts = [part for part in split if isinstance(part, int)]
     return spans_from_counts(layers, counts) if len(counts) == len(split) else split_layers(layers, split)
 

@@ -131,11 +131,11 @@ class Wishes:
         if self.pool is not None:
             _check_range("pool", self.pool, PAGE, LONGEST_CONTEXT * 1024)
         if self.kv_type not in KV_TYPES:
-            raise BadConfig(f"kv_type is {self.kv_type!r}, known types are {', '.join(KV_TYPES)}")
+            raise BadConfig(f"--kv-type is {self.kv_type!r}, known types are {', '.join(KV_TYPES)}")
         if self.kv_mode not in KV_MODES:
-            raise BadConfig(f"kv_mode is {self.kv_mode!r}, known modes are {', '.join(KV_MODES)}")
+            raise BadConfig(f"--kv-mode is {self.kv_mode!r}, known modes are {', '.join(KV_MODES)}")
         if self.kv_policy not in KV_POLICIES:
-            raise BadConfig(f"kv_policy is {self.kv_policy!r}, known policies are {', '.join(KV_POLICIES)}")
+            raise BadConfig(f"--kv-policy is {self.kv_policy!r}, known policies are {', '.join(KV_POLICIES)}")
         if self.compute_bytes not in (2, 4):
             raise BadConfig(f"compute_bytes is {self.compute_bytes}, activations are 2 or 4 bytes wide")
         if not 0 <= self.ring_share <= 1:  # refuses NaN too

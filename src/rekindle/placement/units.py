@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 def gib(size: int) -> str:
-    """'1.25 GiB', '12.0 MiB', '3.0 KiB'."""
+    """'1.25 GiB', '12.0 MiB', '3.0 KiB', '12 bytes'."""
     if abs(size) >= 1 << 30:
         return f"{size / (1 << 30):.2f} GiB"
     if abs(size) >= 1 << 20:
         return f"{size / (1 << 20):.1f} MiB"
-    return f"{size / 1024:.1f} KiB"
+    return f"{size / 1024:.1f} KiB" if abs(size) >= 1 << 10 else plural(size, "byte")
 
 
 def at_least(size: int) -> str:

@@ -134,6 +134,10 @@ class PrefixCache:
                 return None
             return self._answer(walk, prompt, len(prompt))
 
+    def lookup_of_nothing(self, reason: Miss) -> Lookup:
+        """For a start that no snapshot can serve: it counts as a miss like any other."""
+        return Lookup(None, 0, None, None, reason, partial(self._note_taken, None, reason))
+
     def _answer(self, walk: Walk, prompt: np.ndarray, limit: int) -> Lookup:
         with self._lock:
             self._count["lookups"] += 1

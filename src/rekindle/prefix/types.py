@@ -36,6 +36,7 @@ class Miss(StrEnum):
     NO_LOGITS = "no_logits"  # a snapshot as long as the prompt has no logits to sample from
     BAD_FILE = "bad_file"  # a longer snapshot on disk could not be used
     EVICTED = "evicted"  # a longer snapshot was evicted while it was looked up
+    PROMPT_LOGPROBS = "prompt_logprobs"  # every token's logits were asked for, and a snapshot has none but the last
 
 
 class Node:
@@ -131,3 +132,5 @@ class Lookup:
                 return "a longer snapshot on disk could not be used and was set aside"
             case Miss.EVICTED:
                 return "a longer snapshot was evicted while it was looked up"
+            case Miss.PROMPT_LOGPROBS:
+                return "prompt log-probabilities were asked for"

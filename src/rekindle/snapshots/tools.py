@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -78,10 +79,10 @@ def list_snapshots(directory: Path) -> list[SnapshotInfo]:
     return sorted(found, key=lambda info: -info.used)
 
 
-def show_snapshot(directory: Path, id: str) -> dict[str, object]:
+def show_snapshot(directory: Path, id: str) -> dict[str, Any]:
     """The manifest as plain data. `id` may be the beginning of one."""
     _, path = _find(directory, id)
-    shown: dict[str, object] = json.loads(path.read_bytes())
+    shown: dict[str, Any] = json.loads(path.read_bytes())
     return shown
 
 
