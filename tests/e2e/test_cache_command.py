@@ -91,7 +91,7 @@ def test_a_snapshot_of_a_large_model_is_shown_on_one_screen_or_with_nothing_left
         "logits float32 [512], 2.0 KiB",
     ):
         assert line in shown
-    assert json.loads(run("show", tmp_path, "ab", "--all")) == manifest
+    assert json.loads(run("show", tmp_path, "ab", "--json")) == manifest
 
 
 def test_a_folder_without_snapshots_is_said_to_have_none(tmp_path: Path) -> None:

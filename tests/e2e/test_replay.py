@@ -91,7 +91,7 @@ def test_a_running_server_is_replayed_without_restarts_and_its_cache_can_be_kept
     listed = json.loads(cache("list", folder, "--json"))
     assert len(listed) >= 8
     longest = max(listed, key=lambda info: info["position"])
-    shown = json.loads(cache("show", folder, longest["id"][:20]))
+    shown = json.loads(cache("show", folder, longest["id"][:20], "--json"))
     assert shown["position"] == longest["position"]
     assert f"{len(listed)} snapshots" in cache("list", folder)
     assert f"{len(listed)} snapshots, 0 faulty" in cache("verify", folder)

@@ -93,18 +93,18 @@ def _ago(seconds: float) -> str:
 def show_command(
     folder: Folder,
     id: Id,
-    whole: Annotated[
-        bool, typer.Option("--all", help="The manifest as it is on disk, JSON: every tensor, page, chunk and token id.")
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The manifest as it is on disk: every tensor, page, chunk and token id.")
     ] = False,
 ) -> None:
     """What one snapshot consists of: the state of its layers by kind, its pages, how it was computed."""
     manifest = show_snapshot(_existing(folder), id)
-    if whole:
+    if as_json:
         print(json.dumps(manifest, indent=2))
         return
     for name, value in _summary(manifest):
         print(f"{name:<14}{value}")
-    print("--all shows the whole manifest")
+    print("--json shows the whole manifest")
 
 
 def _summary(manifest: dict[str, Any]) -> Iterator[tuple[str, object]]:
