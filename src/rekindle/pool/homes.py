@@ -40,7 +40,7 @@ class Homes:
         self._free.append(berth)
 
     def send(self) -> None:
-        """Tell the device, on the current stream, before anything reads the table."""
+        """Tell the device, on the current stream, before anything there reads the table; layers wait for it."""
         if self._news:
             device = self.table.device
             addresses = torch.tensor(list(self._news.values())).T.contiguous()

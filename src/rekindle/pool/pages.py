@@ -462,8 +462,9 @@ class PagePool:
         worths: dict[HeldPage, tuple[Worth, int, int]] = {}
         for table in self.tables:
             chosen = None if table.chosen is None else set(table.chosen)
-            resident = [(i, page) for i, page in enumerate(table.pages[: table.sealed]) if page.place is not None]
-            for i, page in resident:
+            for i, page in enumerate(table.pages[: table.sealed]):
+                if page.place is None:
+                    continue
                 attended = Worth.WANTED if chosen is None or i in chosen else Worth.SPARE
                 worth = Worth.KEPT if is_kept(i, table.sealed) else attended
                 # Among equals whoever ran longest ago gives first, and of a sequence the oldest page; the sink is last.

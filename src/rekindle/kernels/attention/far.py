@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rekindle.kernels.attention.rows import BLOCK, is_packed
-from rekindle.kernels.attention.triton import _load_tile, _views
+from rekindle.kernels.attention.triton import load_tile, views
 from rekindle.kernels.device import is_roomy
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import PAGE
@@ -36,7 +36,7 @@ def attend_far(q: Tensor, kv: Tensor, homes: Tensor, ragged: Ragged, scale: floa
     splits = max(1, min(PROGRAMS // (tiles * kv_heads * busy), ragged.tables.shape[1]))
     parts = torch.empty((splits, rows, heads, dim), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((splits, rows, heads), dtype=torch.float32, device=q.device)
-    values, scales = _views(kv)
+    values, scales = views(kv)
     _far_kernel[(splits * tiles, kv_heads, segments)](
         q, values, scales, homes, ragged.tables, ragged.starts, ragged.row_places, parts, part_lse,
         ragged.tables.stride(0), q.stride(0), q.stride(1), rows, splits, scale * 1.4426950408889634,
@@ -105,9 +105,9 @@ def _far_kernel(
         key = page * PAGE + first + n
         written = (key <= highest)[:, None]  # behind lies memory nobody wrote, NaN perhaps
         at = first * KV_HEADS + kv_head
-        keys = _load_tile(at_values, at_scales, at, n, written, queries.dtype, KV_HEADS, DIM, PACKED, BLOCK)
+        keys = load_tile(at_values, at_scales, at, n, written, queries.dtype, KV_HEADS, DIM, PACKED, BLOCK)
         at += PAGE * KV_HEADS
-        values = _load_tile(at_values, at_scales, at, n, written, queries.dtype, KV_HEADS, DIM, PACKED, BLOCK)
+        values = load_tile(at_values, at_scales, at, n, written, queries.dtype, KV_HEADS, DIM, PACKED, BLOCK)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         scores = tl.where(key[None, :] <= place[:, None], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))

@@ -47,7 +47,7 @@ class Form(NamedTuple):
 def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
     rows, kv_heads, dim = k.shape
     assert all((kv.is_contiguous(), k.stride(2) == 1, v.stride(2) == 1)), "pages are dense, heads side by side"
-    values, scales = _views(kv)
+    values, scales = views(kv)
     _store_kernel[(rows, 2 * kv_heads)](
         values, scales, k, v, ragged.row_places, ragged.row_segments, ragged.tables, ragged.tables.stride(0),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
@@ -56,7 +56,7 @@ def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
     )  # fmt: skip
 
 
-def _views(kv: Tensor) -> tuple[Tensor, Tensor]:
+def views(kv: Tensor) -> tuple[Tensor, Tensor]:
     """What the kernels read: values, and for packed rows the same memory as scales."""
     if not is_packed(kv):
         return kv, kv
@@ -179,7 +179,7 @@ def _launch(
         torch.empty((splits, segments * longest, heads, dim), dtype=torch.float32, device=q.device) if split else out
     )
     part_lse = torch.empty((splits, segments * longest, heads), dtype=torch.float32, device=q.device) if split else lse
-    values, scales = _views(kv)
+    values, scales = views(kv)
     _attend_kernel[(tiles * splits, kv_heads, segments)](
         q, values, scales, tables, page_positions, starts, row_positions, parts, part_lse, None if split else gate,
         tables.stride(0), pages, q.stride(0), q.stride(1),
@@ -240,7 +240,7 @@ def _bounds(starts, segment, SINGLE: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(
+def load_tile(
     kv, scales, at, n, written, kind: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -286,7 +286,7 @@ def _add_values(weights, values, acc, PRECISION: tl.constexpr, HALVES: tl.conste
 def _ask_for_tile(
     kv, at, n, written, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """What `_load_tile` will load is on its way to the L2."""
+    """What `load_tile` will load is on its way to the L2."""
     width: tl.constexpr = kv.dtype.element_ty.primitive_bitwidth // 8
     size: tl.constexpr = DIM + 2 * (DIM // BLOCK) if PACKED else DIM
     lines: tl.constexpr = DIM * width // 128 if DIM * width >= 128 else 1
@@ -366,13 +366,13 @@ def _attend_kernel(
     for t in range(first, clear):
         page = tl.load(table + t * TILE_KEYS // PAGE).to(tl.int64)
         at = (page * 2 * PAGE + t * TILE_KEYS % PAGE) * KV_HEADS + kv_head  # the tile's first row of kv
-        keys = _load_tile(kv, scales, at, n, None, kind, KV_HEADS, DIM, PACKED, BLOCK)
+        keys = load_tile(kv, scales, at, n, None, kind, KV_HEADS, DIM, PACKED, BLOCK)
         scores = _scores(queries, lost, keys, scale, PRECISION, HALVES)
         new_top = tl.maximum(top, tl.max(scores, axis=1) - RISE)
         weights = tl.exp2(scores - new_top[:, None])
         fade = tl.exp2(top - new_top)
         at += PAGE * KV_HEADS
-        values = _load_tile(kv, scales, at, n, None, kind, KV_HEADS, DIM, PACKED, BLOCK)
+        values = load_tile(kv, scales, at, n, None, kind, KV_HEADS, DIM, PACKED, BLOCK)
         acc = _add_values(weights, values, acc * fade[:, None], PRECISION, HALVES)
         total = total * fade + tl.sum(weights, axis=1)
         top = new_top
@@ -383,7 +383,7 @@ def _attend_kernel(
         if page_positions is not None:
             key = tl.load(page_positions + t * TILE_KEYS // PAGE).to(tl.int32) + t * TILE_KEYS % PAGE + n
         written = (key <= highest)[:, None]  # behind lies memory nobody wrote, NaN perhaps
-        keys = _load_tile(kv, scales, at, n, written, kind, KV_HEADS, DIM, PACKED, BLOCK)
+        keys = load_tile(kv, scales, at, n, written, kind, KV_HEADS, DIM, PACKED, BLOCK)
         scores = _scores(queries, lost, keys, scale, PRECISION, HALVES)
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1) - RISE)
@@ -391,7 +391,7 @@ def _attend_kernel(
         weights = tl.exp2(scores - safe[:, None])
         fade = tl.exp2(top - safe)
         at += PAGE * KV_HEADS
-        values = _load_tile(kv, scales, at, n, written, kind, KV_HEADS, DIM, PACKED, BLOCK)
+        values = load_tile(kv, scales, at, n, written, kind, KV_HEADS, DIM, PACKED, BLOCK)
         acc = _add_values(weights, values, acc * fade[:, None], PRECISION, HALVES)
         total = total * fade + tl.sum(weights, axis=1)
         top = new_top

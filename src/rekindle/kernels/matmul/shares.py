@@ -35,6 +35,7 @@ from rekindle.kernels.matmul.mma import (
 )
 from rekindle.kernels.matmul.nvidia import line_up, planes_of, readable
 from rekindle.kernels.matmul.tiles import bits_of, has_minimum
+from rekindle.kernels.matmul.turns import load_codes
 from rekindle.kernels.matmul.types import Packed
 
 REGISTERS = 65536  # of a multiprocessor
@@ -73,25 +74,6 @@ def hold(t):
     """Every load before this is on its way. The result is of no use."""
     return tl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [t], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def load_codes(p, live):
-    """16 bytes at p as four registers, any bits where not live; they pass the cache once."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred go;
-            setp.ne.b32 go, $5, 0;
-            @go ld.global.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];
-        }
-        """,
-        "=&r,=&r,=&r,=&r,l,r",
-        [p.to(tl.int64), live],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=False,
-        pack=1,
     )
 
 
@@ -358,7 +340,8 @@ def share_of_matrix(
     """What this program has to do of one matrix, which stands behind `before` units of others. GATED: planes of even
     warps are those of gate, of odd warps those of up, and two of them take the same outputs.
 
-    EARLY: the launch behind is let in when this program has its sums; one without a share lets it in as it ends."""
+    EARLY: the launch behind is let in when this program has its sums of the matrix in which its share begins; one
+    without a share lets it in as it ends."""
     SIZE: tl.constexpr = NT * 32 * WARPS
     TILES: tl.constexpr = WARPS // 2 if GATED else WARPS  # of 16 outputs in a block
     groups: tl.constexpr = COLUMNS // 128

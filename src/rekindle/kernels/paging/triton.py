@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rekindle.kernels.attention.rows import BLOCK as PACK
 from rekindle.kernels.attention.rows import is_packed
-from rekindle.kernels.attention.triton import _load_tile, _views
+from rekindle.kernels.attention.triton import load_tile, views
 
 WORD = 8  # bytes moved by one lane
 BLOCK = 2048  # words that a program moves at a time
@@ -77,7 +77,7 @@ def key_directions(keys: Tensor) -> Tensor:
     assert keys.is_contiguous(), "pages lie side by side"
     dim = row // (PACK + 2) * PACK if is_packed(keys) else row
     out = torch.empty((pages, layers, kv_heads, dim), dtype=torch.float16, device=keys.device)
-    values, scales = _views(keys)
+    values, scales = views(keys)
     _directions_kernel[(pages, layers, kv_heads)](
         values, scales, out, KV_HEADS=kv_heads, DIM=dim, PAGE=page, PACKED=is_packed(keys), BLOCK=PACK
     )
@@ -91,7 +91,7 @@ def _directions_kernel(
 ):  # fmt: skip
     page, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     at = (layer * tl.num_programs(0) + page) * PAGE * KV_HEADS + head  # its first row of keys
-    tile = _load_tile(keys, scales, at, tl.arange(0, PAGE), None, tl.float32, KV_HEADS, DIM, PACKED, BLOCK)
+    tile = load_tile(keys, scales, at, tl.arange(0, PAGE), None, tl.float32, KV_HEADS, DIM, PACKED, BLOCK)
     sums = tl.sum(tile, axis=0)
     length = tl.maximum(tl.sqrt(tl.sum(sums * sums, axis=0)), 1e-12)
     to = (page * tl.num_programs(1) + layer) * KV_HEADS + head
