@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rekindle.prefix import PrefixCache
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.slabs import Slabs
-from rekindle.snapshots.types import DeltaPart, KvPart, Page, Snapshot, Stretch
+from rekindle.snapshots.types import Page, Part, Snapshot, Stretch
 from rekindle.spec import PAGE
 
 FINGERPRINT = "be" * 16
@@ -30,7 +30,7 @@ ROUNDS = 100
 
 
 def small(tokens: np.ndarray) -> Snapshot:
-    state = DeltaPart(0, torch.zeros(1, 2, 2), torch.zeros(1, 2))
+    state = Part(0, {"state": torch.zeros(1, 2, 2), "window": torch.zeros(1, 2)})
     return Snapshot(tokens, (state,), torch.zeros(8), 512, (Stretch(len(tokens), "prefill"),))
 
 
@@ -40,7 +40,7 @@ def measure_index(population: int) -> dict[str, float]:
     shared = random.integers(0, 100_000, PROMPT // 2).astype(np.int32)
     edges = np.linspace(PROMPT // 2 + 1, PROMPT, 8).astype(int)
     conversation = sum(small(np.zeros(edge, dtype=np.int32)).own_bytes for edge in edges)
-    cache = PrefixCache(population // 8 * conversation)  # full: every further snapshot costs an eviction
+    cache = PrefixCache(local_tiers(population // 8 * conversation))  # full: every further snapshot costs an eviction
     prompt = shared
     for _ in range(population // 8):
         prompt = np.concatenate([shared, random.integers(0, 100_000, PROMPT // 2).astype(np.int32)])
@@ -80,10 +80,10 @@ def large(megabytes: int) -> Snapshot:
         return torch.from_numpy(random.standard_normal(shape, dtype=np.float32))
 
     parts = [
-        KvPart(layer, tuple(Page(values(2, PAGE, 4, 128)) for _ in range(pages)), values(2, 5, 4, 128))
+        Part(layer, {"tail": values(2, 5, 4, 128)}, tuple(Page(values(2, PAGE, 4, 128)) for _ in range(pages)))
         for layer in (1, 3, 5, 7)
     ]
-    state = DeltaPart(0, values(megabytes * 2, 128, 128 * 1), values(3, 64))
+    state = Part(0, {"state": values(megabytes * 2, 128, 128 * 1), "window": values(3, 64)})
     return Snapshot(tokens, (state, *parts), values(1000), 512, (Stretch(len(tokens), "prefill"),))
 
 
@@ -146,10 +146,9 @@ def measure_chain(turns: int = 200) -> dict[str, float]:
         for turn in range(1, turns + 1):
             position = turn * 150
             tail = torch.zeros(2, position % PAGE, 2, 32)
-            state = DeltaPart(
-                0, torch.from_numpy(random.standard_normal((4, 64, 64), dtype=np.float32)), torch.zeros(3, 64)
-            )
-            kv = KvPart(1, sealed[: position // PAGE], tail)
+            matrices = torch.from_numpy(random.standard_normal((4, 64, 64), dtype=np.float32))
+            state = Part(0, {"state": matrices, "window": torch.zeros(3, 64)})
+            kv = Part(1, {"tail": tail}, sealed[: position // PAGE])
             snapshot = Snapshot(tokens[:position], (state, kv), torch.zeros(512), 512, (Stretch(position, "prefill"),))
             store.save(snapshot)
             own += snapshot.own_bytes - snapshot.tokens.nbytes
@@ -162,11 +161,12 @@ def measure_chain(turns: int = 200) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=512, help="size of the snapshot that is loaded")
-    megabytes = parser.parse_args().megabytes
-    rows = [measure_index(population) for population in (80, 800, 8000)]
+    parser.add_argument("--populations", type=int, nargs="+", default=[80, 800, 8000], help="entries of the index")
+    options = parser.parse_args()
+    rows = [measure_index(population) for population in options.populations]
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
-    load, chain = measure_load(megabytes), measure_chain()
+    load, chain = measure_load(options.megabytes), measure_chain()
     print("  ".join(f"{name} {value}" for name, value in load.items()))
     print("  ".join(f"{name} {value}" for name, value in chain.items()))
     print(json.dumps({"index": rows, "load": load, "chain": chain}))

@@ -1,78 +1,251 @@
-"""Rekindle beside llama.cpp (the `xllamacpp` package) on this machine: the same file, the same work, in one run.
+"""Rekindle beside llama.cpp (the `xllamacpp` package) on this machine's CPU: the same files, the same work, in one run.
 
     .venv/bin/pip install --no-deps xllamacpp==2026.10.11549
-    .venv/bin/python scripts/bench_peers.py [MODEL.gguf]
+    .venv/bin/python scripts/bench_peers.py [--model FILE …] [--shape NAME …] [--threads N] [--cpu-time]
 
-Each server is measured in turn, several rounds, so that a busy moment of the machine does not fall on one alone; the
-best of each counts. Prompts are fresh random tokens. One line of JSON comes last.
+Without --model and --shape: the embedded model, a dense hybrid of 1 B and a MoE hybrid of 2 B (written to --folder),
+and the files named with --also. The two take turns, round by round, with fresh random prompts. One table has the
+medians and the share of the memory bandwidth: bytes that a token moves · decode ÷ the speed of copies in the same
+run. A speed is work divided by the time of whole calls: prefill is PROMPT / t(PROMPT tokens, one answered), decode is
+ANSWER / (t(16 tokens, ANSWER + 1 answered) - t(16, 1)). llama.cpp's threads spin while they wait for one another, so
+that beside other work its wall-clock speeds collapse: --cpu-time divides by CPU seconds instead, with one thread
+each. Where xllamacpp is not installed Rekindle runs alone. One line of JSON per model.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import platform
-import sys
+import statistics
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
-import xllamacpp
 
+from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.speed import measure
-from rekindle.build import build_engine, embedded_model
+from rekindle.bench.synth import write_synthetic
+from rekindle.bench.traffic import bytes_per_token
+from rekindle.build import build_engine, embedded_model, set_threads
+from rekindle.build.probe import probe_device
 from rekindle.config import Config
+from rekindle.layers import load_span
+from rekindle.stages import LocalStage
+from rekindle.weights import open_weights
 
-PROMPT, ANSWER, ROUNDS = 256, 48, 4
-THREADS = os.cpu_count() or 1
+SHORT = 16  # prompt tokens before the answer that is timed
+ROWS = 16  # of a block that is verified
+SHAPES = ("hybrid-1b", "hybrid-2b-a0.3b")
+OURS, THEIRS = "rekindle", "llama.cpp"
+COPIED = 1 << 28  # bytes
 
 
-class Peer:
+class Server(Protocol):
+    def answer(self, prompt: Sequence[int], count: int) -> None: ...
+
+
+class Ours:
+    def __init__(self, model: Path, threads: int, context: int) -> None:
+        self.built = build_engine(
+            Config(
+                model=model, context=context, sequences=1, cache_ram=0, threads=threads, devices=("cpu",), draft="off"
+            )
+        )
+        self.vocab = self.built.model.spec.drawable
+
+    def answer(self, prompt: Sequence[int], count: int) -> None:
+        rng = np.random.default_rng(int(prompt[0]))
+        measure(self.built.engine, self.vocab, rng, len(prompt), count, 1)
+
+
+class Theirs:
     """llama.cpp's own server inside this process."""
 
-    def __init__(self, model: Path, vocab: int) -> None:
+    def __init__(self, model: Path, threads: int, context: int) -> None:
+        import xllamacpp
+
         params = xllamacpp.CommonParams()
         params.model.path = str(model)
-        params.n_ctx = 2048
-        params.n_parallel = 1
-        params.cpuparams.n_threads = THREADS
-        params.cpuparams_batch.n_threads = THREADS
-        params.warmup = True
+        params.n_ctx, params.n_parallel, params.warmup = context, 1, True
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         self._server = xllamacpp.Server(params)
-        self._vocab = vocab
 
-    def measure(self, rng: np.random.Generator) -> tuple[float, float]:
-        body = {
-            "prompt": rng.integers(0, self._vocab, PROMPT).tolist(),
-            "n_predict": ANSWER,
-            "temperature": 0,
-            "ignore_eos": True,
-            "cache_prompt": False,
-        }
-        answer = self._server.handle_completions(body)
-        timings = answer["timings"]
-        return timings["prompt_per_second"], timings["predicted_per_second"]
+    def answer(self, prompt: Sequence[int], count: int) -> None:
+        body = {"n_predict": count, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        self._server.handle_completions({"prompt": list(prompt), **body})
+
+
+@dataclass
+class Speeds:
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one model."""
+
+    model: str
+    speeds: dict[str, Speeds]
+    moved: float  # bytes that a decoded token moves through memory
+    copy: float  # bytes a second
+    verify: float | None
+
+    @property
+    def share(self) -> float:
+        """Of the measured memory bandwidth."""
+        return statistics.median(self.speeds[OURS].decode) * self.moved / self.copy
+
+    def cells(self) -> list[str]:
+        ours, theirs = self.speeds[OURS], self.speeds.get(THEIRS)
+        verify = "" if self.verify is None else f"{self.verify:.1f}"
+        share = f"{100 * self.share:.0f} % of {self.copy / 1e9:.1f} GB/s"
+        prefill = compared(ours.prefill, theirs.prefill if theirs else [])
+        decode = compared(ours.decode, theirs.decode if theirs else [])
+        return [self.model, *prefill, *decode, verify, f"{self.moved / 1e6:.0f}", share]
+
+    def as_dict(self) -> dict[str, object]:
+        speeds = {name: vars(one) for name, one in self.speeds.items()}
+        return {"model": self.model, **speeds, "verify": self.verify, "copy": self.copy, "share": self.share}
+
+
+def compared(ours: Sequence[float], theirs: Sequence[float]) -> list[str]:
+    """Both medians and their ratio."""
+    median = statistics.median(ours)
+    if not theirs:
+        return [f"{median:.1f}", "", ""]
+    return [f"{median:.1f}", f"{statistics.median(theirs):.1f}", f"{median / statistics.median(theirs):.2f}"]
+
+
+def run_round(server: Server, wishes: argparse.Namespace, draw: Callable[[int], list[int]], speeds: Speeds) -> None:
+    clock = time.process_time if wishes.cpu_time else time.perf_counter
+
+    def seconds(prompt: int, answer: int) -> float:
+        began = clock()
+        server.answer(draw(prompt), answer)
+        return clock() - began
+
+    speeds.prefill.append(wishes.prompt / seconds(wishes.prompt, 1))
+    whole, start = seconds(SHORT, wishes.answer + 1), seconds(SHORT, 1)
+    speeds.decode.append(wishes.answer / max(whole - start, 1e-9))
+
+
+def verify_ratio(model: Path, rounds: int, cpu_time: bool) -> float:
+    """How many times one row a block of ROWS takes; the best of a few rounds of each."""
+    clock = time.process_time if cpu_time else time.perf_counter
+    file = open_weights(model)
+    stage = LocalStage(load_span(file, file.spec.whole, torch.device("cpu"), torch.float32), 1, 64, "f32")
+    stage.open(0)
+    best, position = {1: 9e9, ROWS: 9e9}, 0
+    for _ in range(3 * rounds):
+        for rows in best:
+            batch = Batch((Segment(0, position, tuple(range(rows)), Wanted.ALL),), rewindable=True)
+            began = clock()
+            stage.forward(batch, None)
+            best[rows] = min(best[rows], clock() - began)
+            position += rows
+    return best[ROWS] / best[1]
+
+
+def compare(model: Path, wishes: argparse.Namespace) -> Outcome:
+    context = wishes.prompt + wishes.answer + SHORT + 64
+    ours = Ours(model, wishes.threads, context)
+    servers: dict[str, Server] = {OURS: ours}
+    if not wishes.alone:
+        servers[THEIRS] = Theirs(model, wishes.threads, context)
+    rng = np.random.default_rng(0)
+    speeds = {name: Speeds() for name in servers}
+    for server in servers.values():
+        server.answer(rng.integers(0, ours.vocab, SHORT).tolist(), 2)
+    for _ in range(wishes.rounds):
+        for name, server in servers.items():
+            run_round(server, wishes, lambda count: rng.integers(0, ours.vocab, count).tolist(), speeds[name])
+            time.sleep(wishes.rest)
+    moved = bytes_per_token(ours.built.model.file, False, ours.built.plan.wishes.kv_type, SHORT + wishes.answer // 2)
+    ours.built.engine.stop()
+    verify = verify_ratio(model, wishes.rounds, wishes.cpu_time) if wishes.verify else None
+    return Outcome(model.stem, speeds, moved, copy_speed(wishes.cpu_time), verify)
+
+
+def copy_speed(cpu_time: bool) -> float:
+    """Bytes read and written per second of the same clock, by as many threads; the best of a few copies."""
+    if not cpu_time:
+        return probe_device("cpu", fresh=True).copy
+    source, target = np.ones(COPIED, np.uint8), np.zeros(COPIED, np.uint8)
+
+    def seconds() -> float:
+        began = time.process_time()
+        np.copyto(target, source)
+        return time.process_time() - began
+
+    return 2 * COPIED / min(seconds() for _ in range(8))
+
+
+HEADER = ("model", "prefill", "llama.cpp", "ratio", "decode", "llama.cpp", "ratio", "rows", "MB a token", "bandwidth")
+
+
+def show(models: Sequence[Path], wishes: argparse.Namespace) -> None:
+    """One table of all models, in Markdown, row by row as they are measured; then all numbers as JSON."""
+    unit = "tok per CPU second" if wishes.cpu_time else "tok/s"
+    rounds = f"medians of {wishes.rounds} rounds, prompts of {wishes.prompt}, answers of {wishes.answer}"
+    print(f"\n{unit}, {wishes.threads} threads, {rounds}; rows: {ROWS} rows verified ÷ one row\n")
+    print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER), flush=True)
+    outcomes = list[Outcome]()
+    for model in models:
+        outcomes.append(compare(model, wishes))
+        print("| " + " | ".join(outcomes[-1].cells()) + " |", flush=True)
+    print("\nload " + ", ".join(f"{value:.1f}" for value in os.getloadavg()))
+    for outcome in outcomes:
+        print(json.dumps({"unit": unit, "threads": wishes.threads, **outcome.as_dict()}), flush=True)
+
+
+def has_peer() -> bool:
+    try:
+        import xllamacpp  # noqa: F401
+    except ImportError:
+        print("xllamacpp is not installed: Rekindle alone")
+        return False
+    return True
+
+
+def synthetic(shape: str, folder: Path) -> Path:
+    path = folder / f"{shape}.gguf"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_synthetic(path, shape)
+    return path
 
 
 def main() -> None:
-    model = Path(sys.argv[1]) if len(sys.argv) > 1 else embedded_model()
-    torch.set_num_threads(THREADS)
-    built = build_engine(Config(model=model, context=1024, sequences=1, cache_ram=0, threads=THREADS))
-    peer = Peer(model, built.model.spec.vocab)
-    rng = np.random.default_rng(0)
-    ours, theirs = [], []
-    for _ in range(ROUNDS):
-        speed = measure(built, rng, PROMPT, ANSWER, 1)
-        ours.append((speed.prefill, speed.decode))
-        theirs.append(peer.measure(rng))
-        time.sleep(0.5)  # llama.cpp's threads spin for a moment after their work
-    built.engine.stop()
-    best = {"rekindle": list(map(max, zip(*ours, strict=True))), "llama.cpp": list(map(max, zip(*theirs, strict=True)))}
-    print(f"{'':12s}{'prefill ' + str(PROMPT):>16s}{'decode':>12s}   tok/s, best of {ROUNDS}, {THREADS} threads")
-    for name, (prefill, decode) in best.items():
-        print(f"{name:12s}{prefill:16.1f}{decode:12.1f}")
-    print(json.dumps({"model": model.name, "machine": platform.processor() or platform.machine(), **best}))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", type=Path, action="append", default=[], help="a GGUF file; may be given several times"
+    )
+    parser.add_argument("--also", type=Path, action="append", default=[], help="a file beside the three usual models")
+    parser.add_argument(
+        "--shape", action="append", default=[], help="of a synthetic model; may be given more than once"
+    )
+    parser.add_argument("--folder", type=Path, default=Path("."), help="where synthetic models are, or are written to")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--answer", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rest", type=float, default=0.5, help="seconds after a turn, in which threads stop spinning")
+    parser.add_argument("--cpu-time", action="store_true", help="divide by CPU seconds; with one thread")
+    parser.add_argument("--verify", action="store_true", help=f"also what a block of {ROWS} rows costs")
+    wishes = parser.parse_args()
+    if wishes.cpu_time:
+        wishes.threads = 1
+    wishes.alone = not has_peer()
+    set_threads(wishes.threads)
+    models = [*wishes.model, *(synthetic(shape, wishes.folder) for shape in wishes.shape)]
+    models = models or [embedded_model(), *(synthetic(shape, wishes.folder) for shape in SHAPES), *wishes.also]
+    show(models, wishes)
 
 
 if __name__ == "__main__":

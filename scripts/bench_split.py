@@ -30,11 +30,12 @@ import torch
 from rekindle.batch import Batch, Segment
 from rekindle.bench.synth import SHAPES, Shape, _gated, _hybrid, write_synthetic
 from rekindle.build import open_model
-from rekindle.build.shards import Shards, StageOrder, load_stage
+from rekindle.build.shards import Shards
+from rekindle.build.stage import StageConfig, load_stage
 from rekindle.config import Config, parse_shards
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
-from rekindle.prefix import PrefixCache
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Prompt
 from rekindle.spec import DeltaSpec, FfnSpec, Span
 from rekindle.stages import Pipeline
@@ -110,7 +111,9 @@ def ask(engine: Engine, rng: np.random.Generator, length: int, answer: int) -> C
 def measure(pipeline: Pipeline, prompt: int, answer: int, seed: int) -> Speeds:
     """Nothing is cached: every prompt is new and no snapshot is kept."""
     rng = np.random.default_rng(seed)
-    engine = Engine(pipeline, PrefixCache(0), EngineSettings(context=prompt + answer + GRID, grid=GRID)).start()
+    engine = Engine(
+        pipeline, PrefixCache(local_tiers(0)), EngineSettings(context=prompt + answer + GRID, grid=GRID)
+    ).start()
     ask(engine, rng, GRID, 2).wait()
     begin = time.perf_counter()
     clock = ask(engine, rng, prompt, 1)
@@ -171,7 +174,7 @@ def run(wishes: argparse.Namespace, folder: Path) -> dict[str, object]:
     model = open_model(path)
     layers, half = model.spec.layers, model.spec.layers // 2
     pages = -(-(wishes.prompt + wishes.answer + GRID) // 64) + 64
-    orders = [StageOrder("cpu", span, 8, pages) for span in (Span(0, half), Span(half, layers))]
+    orders = [StageConfig("cpu", span, 8, pages) for span in (Span(0, half), Span(half, layers))]
     command = f"taskset -c {cores[1]} {sys.executable} -m rekindle.cli shard {path}"
     shards = Shards(Config(model=path, threads=1, shards=parse_shards([f"b={command}"], [], [])))
     try:

@@ -25,7 +25,8 @@ from rekindle.build import Built, build_engine
 from rekindle.config import Config
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
 from rekindle.prompt import BoundaryKind, Prompt
-from rekindle.snapshots.disk import DiskStore, Record
+from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.record import Record
 from rekindle.snapshots.types import Snapshot
 from rekindle.snapshots.writer import DiskWriter, Save
 
@@ -137,8 +138,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int)
     options = parser.parse_args()
     context = 32 * options.slice * options.pairs + options.prompt
-    built = build_engine(Config(model=options.model, threads=options.threads, context=min(context, 8192)))
-    tokens = tuple(np.random.default_rng(0).integers(0, built.model.spec.vocab, options.prompt).tolist())
+    built = build_engine(Config(model=options.model, threads=options.threads, context=min(context, 8192), draft="off"))
+    tokens = tuple(np.random.default_rng(0).integers(0, built.model.spec.drawable, options.prompt).tolist())
     snapshot = snapshot_of(built, tokens)
     with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
         writer = BusyWriter(folder, snapshot)

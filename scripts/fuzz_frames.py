@@ -3,7 +3,8 @@
     python scripts/fuzz_frames.py [--frames 10000] [--seed 1]
 
 Every frame must be read or refused with BadFrame (or LinkRefused, where it claims another version): no other
-exception, no hang, no memory beyond the message itself. Afterwards the shard must still serve an honest head.
+exception, no hang, no memory beyond the message itself; the shard answers with an error of our tree. Afterwards it
+must still serve an honest head.
 The last line is JSON.
 """
 
@@ -17,24 +18,26 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import msgspec
 import torch
 import zmq
 
+from rekindle import errors
 from rekindle.batch import Batch, Segment
 from rekindle.errors import BadFrame, LinkRefused
 from rekindle.shards import Limits, RemoteStage, ShardServer, Terms, frames
 from rekindle.shards.frames import Frame
 from rekindle.shards.link import REPLIES, REQUESTS, new_session
 from rekindle.shards.parts import export_parts, import_parts
-from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part
+from rekindle.snapshots.types import Page, Part
 from rekindle.spec import PAGE, Span
-from rekindle.stages.types import Ahead, PageCount, StageOutput
+from rekindle.stages.types import PageCount, PendingTokens, StageOutput
 
 LIMITS = Limits(header=1 << 18, frame=1 << 24)
 ROOM = 1 << 20  # bytes that reading one frame may take beside its tensors
-HIDDEN = 8
+HIDDEN, VOCABULARY = 8, 16
 
 
 class EchoStage:
@@ -42,7 +45,7 @@ class EchoStage:
 
     span, slots, device = Span(1, 3), 2, "cpu"
 
-    def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput:
+    def forward(self, batch: Batch, hidden: torch.Tensor | None, pending: PendingTokens | None = None) -> StageOutput:
         return StageOutput(hidden, None)
 
     def open(self, slot: int) -> None: ...
@@ -60,13 +63,15 @@ class EchoStage:
 
 def honest_parts() -> list[Part]:
     pages = tuple(Page(torch.zeros(2, PAGE, 1, 4, dtype=torch.bfloat16)) for _ in range(2))
-    kv = KvPart(1, pages, torch.zeros(2, 3, 1, 4, dtype=torch.bfloat16))
-    return [kv, DeltaPart(2, torch.zeros(2, 2, 2), torch.zeros(3, 4))]
+    kv = Part(1, {"tail": torch.zeros(2, 3, 1, 4, dtype=torch.bfloat16)}, pages)
+    return [kv, Part(2, {"state": torch.zeros(2, 2, 2), "window": torch.zeros(3, 4)})]
 
 
 def honest_messages() -> list[list[bytes]]:
+    """Of every kind one."""
     exported = export_parts(honest_parts(), {})
     forward = frames.export_batch(Batch((Segment(0, 0, (1, 2, 3)),)))
+    pages = frames.PagesEntry(1, 0, 1)
     honest = [
         Frame(1, frames.Hello("echo", "fuzz", 1, 3, "float32", "bfloat16", 2)),
         Frame(2, frames.Prepare(0, 2 * PAGE + 3, exported.entries), exported.tensors),
@@ -74,9 +79,21 @@ def honest_messages() -> list[list[bytes]]:
         Frame(4, frames.Capture(0, 0)),
         Frame(5, frames.Commit(0)),
         Frame(6, frames.Ping()),
-        Frame(7, frames.Output(frames.PagesEntry(1, 0, 1)), {"logits": torch.zeros(1, 16)}),
+        Frame(7, frames.Output(pages, (0,)), {"logits": torch.zeros(1, 16)}),
         Frame(8, frames.Failed("StageLost", "gone")),
+        Frame(9, frames.Welcome(2, "cpu", 10.0)),
+        Frame(10, frames.Refused("held by another head", True)),
+        Frame(11, frames.Pong()),
+        Frame(12, frames.Goodbye()),
+        Frame(13, frames.Open(0)),
+        Frame(14, frames.Close(0)),
+        Frame(15, frames.Rewind(0, 0)),
+        Frame(16, frames.Captured(exported.entries, pages), exported.tensors),
+        Frame(17, frames.Abort(0)),
+        Frame(18, frames.Pages()),
+        Frame(19, frames.Done(pages)),
     ]
+    assert {type(frame.body) for frame in honest} == set(get_args(frames.AnyBody)), "a kind of frame is left out"
     return [[bytes(part) for part in frames.export_frame(frame, LIMITS)] for frame in honest]
 
 
@@ -124,6 +141,20 @@ def lie_in_the_table(parts: list[bytes], dice: random.Random) -> list[bytes]:
     return [parts[0][:prefix] + msgspec.msgpack.encode(header), *parts[1:]]
 
 
+ABSURD = [-1, 0, 1, 1 << 31, 1 << 32, (1 << 48) - 1, 1 << 48, 2**64 - 1, 1.5, None, "8", b"", [], {}]
+
+
+def lie_in_the_body(parts: list[bytes], dice: random.Random) -> list[bytes]:
+    """A well-formed header, one of whose fields is wrong, large or absurd, however deep it stands."""
+    prefix = len(frames.MAGIC) + 1
+    header = msgspec.msgpack.decode(parts[0][prefix:])
+    place, at = header, dice.randrange(2)
+    while isinstance(place[at], list) and place[at] and dice.random() < 0.9:
+        place, at = place[at], dice.randrange(len(place[at]))
+    place[at] = dice.choice(ABSURD)
+    return [parts[0][:prefix] + msgspec.msgpack.encode(header), *parts[1:]]
+
+
 def nest_deeply(parts: list[bytes], dice: random.Random) -> list[bytes]:
     return [parts[0][:3] + b"\x91" * dice.randrange(1, 100_000), *parts[1:]]
 
@@ -142,6 +173,7 @@ DAMAGES: list[Callable[[list[bytes], random.Random], list[bytes]]] = [
     shuffle,
     noise,
     lie_in_the_table,
+    lie_in_the_body,
     nest_deeply,
     claim_long_arrays,
 ]
@@ -158,7 +190,7 @@ def read_all(messages: Sequence[list[bytes]]) -> dict[str, int]:
             frame = frames.import_frame(received, LIMITS)
             taken = sum(tensor.untyped_storage().nbytes() for tensor in frame.tensors.values())
             assert taken <= sum(map(len, parts)), f"tensors of {taken} bytes out of a message of {sum(map(len, parts))}"
-            if isinstance(frame.body, frames.Prepare):
+            if isinstance(frame.body, frames.Prepare | frames.Captured):
                 import_parts(frame.body.parts, frame.tensors, {})
             counts["read"] += 1
         except (BadFrame, LinkRefused):
@@ -182,14 +214,25 @@ def throw_all(messages: Sequence[list[bytes]], endpoint: str) -> None:
         replies.send_multipart(honest_messages()[0])
         assert replies.poll(10_000), "the shard does not greet"
         for parts in messages:
-            requests.send_multipart(parts)
+            if not is_goodbye(parts):  # after which the shard would listen to nothing more
+                requests.send_multipart(parts)
         requests.send_multipart([bytes(part) for part in frames.export_frame(Frame(999_999, frames.Goodbye()), LIMITS)])
         until = time.monotonic() + 120
         while time.monotonic() < until:
             assert replies.poll(20_000), "the shard does not answer any more"
-            if frames.import_header(replies.recv_multipart(copy=False), LIMITS).id == 999_999:
+            header = frames.import_header(replies.recv_multipart(copy=False), LIMITS)
+            if isinstance(header.body, frames.Failed):
+                assert hasattr(errors, header.body.error), f"not refused but broken: {header.body}"
+            if header.id == 999_999:
                 return
     raise AssertionError("the shard never said goodbye")
+
+
+def is_goodbye(parts: list[bytes]) -> bool:
+    try:
+        return isinstance(frames.import_header([zmq.Frame(part) for part in parts], LIMITS).body, frames.Goodbye)
+    except (BadFrame, LinkRefused):
+        return False
 
 
 def serve_honestly(endpoint: str) -> None:
@@ -219,6 +262,7 @@ def main() -> None:
             fingerprint="fuzz",
             hidden_dtype="float32",
             kv_dtype="bfloat16",
+            vocabulary=VOCABULARY,
             limits=LIMITS,
         )
         server.start()

@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rekindle.bench.replay import OwnServer, ReplayFailed, prose
+from rekindle.bench.conversations import prose
+from rekindle.bench.replay import OwnServer, ReplayFailed
 from rekindle.snapshots.tools import verify_snapshots
 
 CLIENTS = 3
@@ -58,7 +59,7 @@ def conversations(server: OwnServer, count: int) -> list[Conversation]:
             messages.append({"role": "user", "content": prose(30, f"{number} {turn}")})
             reply = server.ask(messages, ANSWER)
             conversation.append((list(messages), reply.answer))
-            messages.append({"role": "assistant", "content": reply.text or "."})
+            messages.append(reply.message if reply.message["content"] else reply.message | {"content": "."})
         made.append(conversation)
     return made
 
@@ -88,7 +89,7 @@ class Client(threading.Thread):
 def soak(model: Path, kills: int, seed: int, patience: float) -> Tally:
     rng = random.Random(seed)
     tally = Tally()
-    reference = OwnServer([str(model), *SERVE, "--cache-ram", "0"])
+    reference = OwnServer([str(model), *SERVE, "--cache-ram", "0", "--no-cache-dir"])
     known = conversations(reference, CLIENTS + 2)
     reference.stop()
     with tempfile.TemporaryDirectory(prefix="rekindle-soak-") as folder:

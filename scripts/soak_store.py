@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from rekindle.snapshots.disk import DiskStore
-from rekindle.snapshots.types import DeltaPart, KvPart, Page, Snapshot, Stretch
+from rekindle.snapshots.types import Page, Part, Snapshot, Stretch
 from rekindle.spec import PAGE
 
 FINGERPRINT = "50" * 16
@@ -40,8 +40,8 @@ def snapshot_of(tokens: np.ndarray) -> Snapshot:
 
     n = len(tokens)
     pages = tuple(Page(values(1, (i + 1) * PAGE, 2, PAGE, 1, 16)) for i in range(n // PAGE))
-    kv = KvPart(1, pages, values(2, n, 2, n % PAGE, 1, 16))
-    delta = DeltaPart(0, values(3, n, 2, 32, 32), values(4, n, 3, 8))
+    kv = Part(1, {"tail": values(2, n, 2, n % PAGE, 1, 16)}, pages)
+    delta = Part(0, {"state": values(3, n, 2, 32, 32), "window": values(4, n, 3, 8)})
     return Snapshot(tokens, (delta, kv), values(5, n, 32), 512, (Stretch(n, "prefill"),))
 
 
@@ -86,7 +86,7 @@ def check(directory: str, must: set[str], doomed: set[str]) -> list[str]:
     faults = []
     store = DiskStore(directory, FINGERPRINT, 1 << 40)
     if store.bad_files:
-        faults.append(f"{store.bad_files} manifests had to be set aside")
+        faults.append(f"{store.bad_files} manifests were quarantined")
     there = {record.id for record in store.records()}
     faults += [f"{id} was finished and is gone" for id in must - doomed - there]
     for id in there:
@@ -107,10 +107,8 @@ def check(directory: str, must: set[str], doomed: set[str]) -> list[str]:
 
 def tensors(snapshot: Snapshot) -> list[torch.Tensor]:
     delta, kv = snapshot.parts
-    assert isinstance(delta, DeltaPart), "the delta layer comes first"
-    assert isinstance(kv, KvPart), "the attention layer comes second"
     assert snapshot.logits is not None, "every snapshot of the soak has logits"
-    return [delta.state, delta.window, kv.tail, snapshot.logits, *(page.data for page in kv.pages)]
+    return [*delta.tensors.values(), *kv.tensors.values(), snapshot.logits, *(page.data for page in kv.pages)]
 
 
 def main() -> int:

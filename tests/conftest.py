@@ -1,22 +1,33 @@
-"""What many tests need: golden files, tiny random models, stages over them."""
+"""What many tests need: files of tiny random models, stages over them."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
+from support.environment import ON_GPU  # first: it decides how kernels run
+from support.interpreter import look_once
+from support.tiny_files import tiny_files
 from torch import Tensor
 
-from rekindle.kernels.moe.crew import Mailbox
-from rekindle.models import load_span
+from rekindle.kernels import native
+from rekindle.kernels.moe.expert_threads import Mailbox
+from rekindle.layers import load_span
 from rekindle.spec import Span
 from rekindle.stages import LocalStage
 from rekindle.weights import WeightFile, open_weights
+
+# A busy machine is no fault of the code, so no example fails by the clock; fifty examples keep the suite short.
+settings.register_profile("rekindle", deadline=None, max_examples=50)
+settings.load_profile("rekindle")
+if not ON_GPU:
+    look_once()
 
 COMMON: dict[str, Any] = dict(
     vocab_size=320,
@@ -40,11 +51,32 @@ COMMON: dict[str, Any] = dict(
         mrope_interleaved=True,
     ),
 )
-AskCrew = Callable[[Mailbox, Tensor, Tensor, Sequence[int], Sequence[float]], Tensor]
+AskCpuThreads = Callable[[Mailbox, Tensor, Tensor, Sequence[int], Sequence[float]], Tensor]
 DENSE: dict[str, Any] = dict(intermediate_size=96)
 MOE: dict[str, Any] = dict(
     moe_intermediate_size=32, num_experts=8, shared_expert_intermediate_size=32, num_experts_per_tok=2
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, compiled, on this machine's GPU")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if ON_GPU:
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--gpu: torch sees no GPU on this machine")
+        config.hook.pytest_deselected(items=[item for item in items if "gpu" not in item.keywords])
+        items[:] = [item for item in items if "gpu" in item.keywords]
+
+
+@pytest.fixture(scope="session")
+def gpu() -> torch.device:
+    """For tests that say nothing in the interpreter."""
+    if not ON_GPU:
+        pytest.skip("needs a GPU: ./scripts/test --gpu")
+    return torch.device("cuda:0")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,7 +86,7 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def ask_crew() -> AskCrew:
+def ask_cpu_threads() -> AskCpuThreads:
     """What the device does with the mailbox of CPU threads: fill it, raise `asked`, wait for `done`. For one row."""
 
     def ask(box: Mailbox, layer: Tensor, x: Tensor, places: Sequence[int], weights: Sequence[float]) -> Tensor:
@@ -73,12 +105,20 @@ def ask_crew() -> AskCrew:
     return ask
 
 
+@pytest.fixture
+def only_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No kernels in C: activations stay float32 beside quantised weights."""
+    native.library.cache_clear()
+    monkeypatch.setenv(native.SWITCH, "off")
+    yield
+    native.library.cache_clear()
+
+
 @pytest.fixture(scope="session")
-def golden() -> Path:
-    path = Path(os.environ.get("REKINDLE_GOLDEN", Path(__file__).parents[1] / ".." / "shared" / "golden"))
-    if not (path / "exact.json").exists():
-        pytest.skip("the golden files are not beside the checkout; set REKINDLE_GOLDEN")
-    return path
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tiny hybrid models as GGUF files, made once for all processes of a test run."""
+    base = tmp_path_factory.getbasetemp()
+    return tiny_files((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny-files")
 
 
 class TinyModel:

@@ -5,7 +5,7 @@
 1. One layer: speed of the link by copy engine and by kernel, of the CPU threads, and of every split between the two.
 2. Every way of one layer against all experts hot, on the same inputs.
 3. The whole model (random weights, 20 GB, written first) with all, half and none of the 256 experts of a layer hot and
-   a ring of 16, and with 80 hot and a ring of 64, as many slots as half has: logits against all hot; decode of forced
+   a cache of 16, and with 80 hot and a cache of 64, as many slots as half has: logits against all hot; decode of forced
    random tokens through recorded steps, with the split as measured, with the link alone and with the CPU alone;
    prefill in chunks of 2,048 and 4,096.
 
@@ -15,8 +15,8 @@ would choose. "As in use" follows a trace: an expert's logit is what the router 
 conversation has for it (drawn once, deviation 1.17), plus what drifts (deviation 1.42, correlation 0.907 from token to
 token). Cut to 128 experts, such a trace is found in least-recently-used caches of 8, 24, 49 and 81 experts 31, 75, 87
 and 95 times of 100 over 256 tokens; 37, 74, 89 and 96 were counted with Qwen3-30B-A3B (pull request 1374 of kekzl/imp).
-Nobody knows beforehand which experts a conversation likes: the hot ones are as good as drawn by lot there, and what
-helps is the ring. The share of choices that missed is measured and shown.
+It is not known beforehand which experts a conversation uses: the hot ones are as good as drawn by lot there, and what
+helps is the expert cache. The share of choices that missed is measured and shown.
 
 Rows are said as they come; a phase that would begin after --seconds is left out and named. The short table comes last,
 everything as JSON in $OUT.
@@ -54,23 +54,28 @@ from rekindle.experts.triton import fetch
 from rekindle.kernels.matmul import make_matrix
 from rekindle.kernels.matmul.packing import FORMATS
 from rekindle.kernels.moe import SharedExpert, make_stack
-from rekindle.kernels.moe import triton as moe_kernels
-from rekindle.kernels.moe.triton import store_logits
-from rekindle.models import load_span
-from rekindle.models.model import ModelSpan
+from rekindle.kernels.moe import router as moe_kernels
+from rekindle.kernels.moe.router import store_logits
+from rekindle.layers import load_span
+from rekindle.layers.span import ModelSpan
 from rekindle.stages import LocalStage
 from rekindle.weights import WeightFile, open_weights
 
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
-EXPERTS, USED, HIDDEN, WIDTH, RING = 256, 8, 2048, 512, 16
+EXPERTS, USED, HIDDEN, WIDTH, CACHE_SLOTS = 256, 8, 2048, 512, 16
 SKEWS = {"skewed": 0.3, "skewed more": 0.45, "skewed most": 0.6}  # a router's rows shrink with this power of their rank
-SLOW = CostModel(link=1e-6, host_call=0, host_expert=0, host_pair=0, device_pair=0)  # so that the CPU is chosen
+SLOW = CostModel(pcie=1e-6, host_call=0, host_expert=0, host_pair=0, device_pair=0)  # so that the CPU is chosen
 FAST = CostModel.same_memory()
 PEER = {"half": {"decode": 106, "prefill": 1467}, "none": {"decode": 69, "prefill": 1066}}
-HOT = {"all": (EXPERTS, 0), "half": (128, RING), "none": (0, RING), "half, large ring": (80, 64)}  # hot, ring
+HOT = {
+    "all": (EXPERTS, 0),
+    "half": (128, CACHE_SLOTS),
+    "none": (0, CACHE_SLOTS),
+    "half, large cache": (80, 64),
+}  # hot, cache
 LIKED, DRIFT, KEPT = 1.17, 1.42, 0.907  # of the trace
-FILLING = 200  # steps of the trace in which the ring fills
+FILLING = 200  # steps of the trace in which the cache fills
 LOG: list[str] = []
 STARTED = time.perf_counter()
 
@@ -99,10 +104,10 @@ def timed(work: Callable[[], object], repeats: int, warm: int = 2) -> float:
 @triton.jit
 def _lifted_logits(  # type: ignore[no-untyped-def]
     h, router, logits, rows, experts, hidden,
-    BE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    BE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The logits, and for a single row what stands behind the router: a number for every expert."""
-    store_logits(h, router, logits, rows, experts, hidden, BE, BM, BK, EARLY)
+    store_logits(h, router, logits, rows, experts, hidden, BE, BM, BK, PDL)
     if BM == 1:
         tl.debug_barrier()
         e = tl.program_id(0) * BE + tl.arange(0, BE)
@@ -165,9 +170,9 @@ class OneLayer:
         gate, up, down = (make_stack(p.raw, p.type, p.shape, CUDA, BF16) for p in self.stored.parts)
         return RoutedFfn(self.router, USED, gate, up, down, self.shared)
 
-    def cold(self, hot: list[int], cost: CostModel | None = FAST, helps: bool = True) -> ExpertSet:
+    def cold(self, hot: list[int], cost: CostModel | None = FAST, use_cpu: bool = True) -> ExpertSet:
         counts = RoutingCounts(1, EXPERTS)
-        plan = SpanExperts([hot], [RING], counts, cost, helps=helps)
+        plan = SpanExperts([hot], [CACHE_SLOTS], counts, cost, use_cpu=use_cpu)
         counter = LayerCounter(counts, 0, CUDA)
         return make_expert_set(self.stored, plan, 0, counter, self.router, USED, self.shared, CUDA, BF16)
 
@@ -192,7 +197,7 @@ def links(layer: OneLayer) -> None:
         speed = count * weights.expert_bytes / seconds
         say(f"link, kernel, {count} experts of {weights.expert_bytes / 1e6:.2f} MB: "
             f"{seconds * 1e6:.0f} µs, {speed / 1e9:.1f} GB/s")  # fmt: skip
-    helper = weights.helper
+    helper = weights.cpu_experts
     if helper is None:
         say("the CPU takes no share: nothing gained, or no compiler")
         return
@@ -207,7 +212,7 @@ def links(layer: OneLayer) -> None:
 
         seconds = timed(ask, 30)
         speed = count * weights.expert_bytes / seconds
-        say(f"CPU, {helper.helper.crew.threads} threads, {count} experts, asked by the device: "
+        say(f"CPU, {helper.stage.threads.threads} threads, {count} experts, asked by the device: "
             f"{seconds * 1e6:.0f} µs, {speed / 1e9:.1f} GB/s")  # fmt: skip
     say(f"measured: of 0, 1, … missing the CPU takes {helper.takes.tolist()}; {experts.cost}")
 
@@ -216,12 +221,12 @@ def ways(layer: OneLayer) -> bool:
     """Every way against all hot, on the same inputs."""
     all_hot, fine = layer.hot(), True
     cases: list[tuple[str, Way, CostModel, float, int]] = [
-        ("ring", Way.RING, FAST, 0, 1),
-        ("ring", Way.RING, FAST, 0, 4),
-        ("ring + CPU", Way.RING, FAST, 0.5, 1),
-        ("ring + CPU", Way.RING, FAST, 0.5, 4),
-        ("ring, all by CPU", Way.RING, FAST, 1, 1),
-        ("ring, all by CPU", Way.RING, FAST, 1, 2),
+        ("cache", Way.CACHE, FAST, 0, 1),
+        ("cache", Way.CACHE, FAST, 0, 4),
+        ("cache + CPU", Way.CACHE, FAST, 0.5, 1),
+        ("cache + CPU", Way.CACHE, FAST, 0.5, 4),
+        ("cache, all by CPU", Way.CACHE, FAST, 1, 1),
+        ("cache, all by CPU", Way.CACHE, FAST, 1, 2),
         ("stream", Way.STREAM, FAST, 0, 20),
         ("stream", Way.STREAM, FAST, 0, 512),
         ("stream", Way.STREAM, FAST, 0, 2048),
@@ -229,25 +234,25 @@ def ways(layer: OneLayer) -> bool:
     ]
     shared_by_all = layer.cold(list(range(64)))
     for name, way, cost, share, rows in cases:
-        helping = shared_by_all.weights.helper is not None
+        helping = shared_by_all.weights.cpu_experts is not None
         if share and not helping:
             continue
-        cold = shared_by_all if way is not Way.HOST else layer.cold(list(range(64)), cost, helps=False)
-        if cold.weights.helper is not None:
-            cold.weights.helper.takes.copy_(taking(share, cold.weights.helper.box.pairs))
+        cold = shared_by_all if way is not Way.HOST else layer.cold(list(range(64)), cost, use_cpu=False)
+        if cold.weights.cpu_experts is not None:
+            cold.weights.cpu_experts.takes.copy_(taking(share, cold.weights.cpu_experts.box.pairs))
         assert cold.way(rows) is way, f"{rows} rows go by {cold.way(rows)}, not {way}"
         worst, same = 0.0, True
-        for seed in range(6 if way is Way.RING else 3):
+        for seed in range(6 if way is Way.CACHE else 3):
             if seed == 2:  # in the middle, someone is promoted
                 cold.swap(cold.residency.hot[5], next(e for e in range(EXPERTS) if e not in cold.residency.hot))
             h = inputs(rows, 1000 + seed)
             want, have = all_hot.forward(h), cold.forward(h)
             worst = max(worst, float((want.float() - have.float()).norm() / want.float().norm()))
             same = same and torch.equal(want, have)
-            cold.settle(0)
+            cold.poll(0)
         cold._finish_arrival()
         cold.residency.check()
-        right = worst < 1.5e-2 and (same or name != "ring" or rows > 2)  # in one turn the same kernel reads the planes
+        right = worst < 1.5e-2 and (same or name != "cache" or rows > 2)  # in one turn the same kernel reads the planes
         fine = fine and right
         verdict = "" if right else "  WRONG"
         say(f"check {name}, {rows} rows: relative error {worst:.1e}, same bits {same}{verdict}")
@@ -271,12 +276,12 @@ def exchange_two(experts: ExpertSet) -> None:
 class Placed:
     """The model with so many experts of each layer hot."""
 
-    def __init__(self, file: WeightFile, hot: int, ring: int = RING) -> None:
+    def __init__(self, file: WeightFile, hot: int, cache_slots: int = CACHE_SLOTS) -> None:
         spec = file.spec
         plan = None
         if hot < EXPERTS:
             hots = [list(range(hot)) for _ in range(spec.layers)]
-            plan = SpanExperts(hots, [ring] * spec.layers, RoutingCounts(spec.layers, EXPERTS))
+            plan = SpanExperts(hots, [cache_slots] * spec.layers, RoutingCounts(spec.layers, EXPERTS))
         self.span: ModelSpan = load_span(file, spec.whole, CUDA, BF16, experts=plan)
         torch.cuda.synchronize()
         self.lifts = []
@@ -302,7 +307,7 @@ class Placed:
     @property
     def takes(self) -> torch.Tensor | None:
         """Of 0, 1, … missing experts the CPU takes so many: one table for all layers, which recorded steps read too."""
-        helpers = [ffn.weights.helper for ffn in self.cold_layers]
+        helpers = [ffn.weights.cpu_experts for ffn in self.cold_layers]
         return helpers[0].takes if helpers and helpers[0] is not None else None
 
     def log_chances(self, chunk: int = 512) -> torch.Tensor:
@@ -472,7 +477,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--seconds", type=float, default=195)
-    parser.add_argument("--hot", default="all;half;half, large ring;none", help="placements of the model, all first")
+    parser.add_argument("--hot", default="all;half;half, large cache;none", help="placements of the model, all first")
     parser.add_argument("--brief", action="store_true", help="only the whole model, as measured at load")
     options = parser.parse_args()
     placements = options.hot.split(";")

@@ -27,16 +27,17 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from rekindle.kernels import norm
-from rekindle.kernels.matmul import dense_matrix, naive, nvidia, shares
+from rekindle.kernels.matmul import naive, stream_k, tensor_core
 from rekindle.kernels.matmul import triton as fast
-from rekindle.kernels.matmul.nvidia import FewConfig
 from rekindle.kernels.matmul.packing import FORMATS, pack
-from rekindle.kernels.matmul.shares import ShareForm
+from rekindle.kernels.matmul.stream_k import StreamKShape
+from rekindle.kernels.matmul.tensor_core import FewConfig
 from rekindle.kernels.matmul.types import Matrix, Packed
 from rekindle.kernels.moe import naive as moe_naive
-from rekindle.kernels.moe import nvidia as moe_nvidia
+from rekindle.kernels.moe import router
+from rekindle.kernels.moe import tensor_core as moe_tensor_core
 from rekindle.kernels.moe import triton as fast_moe
-from rekindle.kernels.moe.nvidia import UnitsConfig
+from rekindle.kernels.moe.tensor_core import TensorCoreConfig
 from rekindle.kernels.moe.types import ExpertStack, SharedExpert
 
 BANDWIDTH = 4.3e12  # bytes a second, copy, as measured on this card
@@ -117,17 +118,17 @@ class Layer:
         )  # fmt: skip
         self.router = torch.randn(experts, 2048, device=CUDA) / 20
 
-    def by_pair(self, h: Tensor, ids: Tensor, weights: Tensor, config: UnitsConfig) -> Tensor:
+    def by_pair(self, h: Tensor, ids: Tensor, weights: Tensor, config: TensorCoreConfig) -> Tensor:
         quad = self.s_gate, self.s_up, self.s_down, self.shared.scale
         planes = self.gate.planes, self.up.planes, self.down.planes
-        return moe_nvidia.by_pair(h, ids, weights, *planes, 512, quad, None, config)
+        return moe_tensor_core.by_pair(h, ids, weights, *planes, 512, quad, config)
 
-    def by_group(self, h: Tensor, ids: Tensor, weights: Tensor, config: UnitsConfig) -> Tensor:
+    def by_group(self, h: Tensor, ids: Tensor, weights: Tensor, config: TensorCoreConfig) -> Tensor:
         stacks = self.gate, self.up, self.down
-        return fast_moe.by_units_group(h, ids, weights, *stacks, self.shared, None, 1, config)
+        return fast_moe.by_group_on_tensor_cores(h, ids, weights, *stacks, self.shared, 1, config)
 
     def by_integers(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return fast_moe.by_integers(h, ids, weights, self.gate, self.up, self.down, self.shared, None)
+        return fast_moe.by_integers(h, ids, weights, self.gate, self.up, self.down, self.shared)
 
     def expected(self, h: Tensor) -> Tensor:
         """Expert by expert in float64."""
@@ -160,7 +161,7 @@ def products_case(
     parts: list[tuple[str, int]],
     columns: int,
     rows: int,
-    *rivals: FewConfig | ShareForm,
+    *rivals: FewConfig | StreamKShape,
     paired: bool = False,
 ) -> Case:
     """Several matrices in one launch, or silu(gate x) · (up x) of two."""
@@ -173,11 +174,11 @@ def products_case(
         gate, up = (weight for weight in weights if isinstance(weight, Packed))
         return [fast.swiglu(x, gate, up)]
 
-    def run(form: FewConfig | ShareForm, link: int, x: Tensor) -> list[Tensor]:
+    def run(form: FewConfig | StreamKShape, link: int, x: Tensor) -> list[Tensor]:
         weights = weights_of(key, columns)[link]
-        by = nvidia if isinstance(form, FewConfig) else shares
+        by = tensor_core if isinstance(form, FewConfig) else stream_k
         if not paired:
-            return by.multiply(x, weights, None, form)
+            return by.multiply(x, weights, form)
         gate, up = (weight for weight in weights if isinstance(weight, Packed))
         return [by.swiglu(x, gate, up, form)]
 
@@ -195,39 +196,39 @@ def products_case(
 
 def as_matrix(weight: Packed | Tensor) -> Matrix:
     if isinstance(weight, Tensor):
-        return dense_matrix(weight)
+        return Matrix((weight.shape[0], weight.shape[1]), dense=weight)
     return Matrix((weight.rows, weight.columns), packed=weight)
 
 
 def route_case(rows: int) -> Case:
     def run(link: int, h: Tensor) -> list[Tensor]:
-        return list(fast_moe.route(h, layer().router, 8))
+        return list(router.route(h, layer().router, 8))
 
     def expected(h: Tensor) -> list[Tensor]:
         return [out.double() for out in moe_naive.route(h, layer().router, 8)]
 
-    forms = {_label(fast_moe.route_config(rows)): run}
+    forms = {_label(router.route_config(rows)): run}
     return Case(f"35B route x{rows}", rows, 2048, 16, 256 * 2048 * 4.0, forms, expected, 1e-4)
 
 
 def moe_case(
-    rows: int, pairs: tuple[UnitsConfig, ...], groups: tuple[UnitsConfig, ...] = (), integers: bool = True
+    rows: int, pairs: tuple[TensorCoreConfig, ...], groups: tuple[TensorCoreConfig, ...] = (), integers: bool = True
 ) -> Case:
-    """Route and experts: every pair for itself, an expert's pairs by twos in the integer units, or by eights."""
+    """Route and experts: every pair for itself, an expert's pairs by twos in the integer tensor cores, or by eights."""
 
-    def by_pair(config: UnitsConfig, link: int, h: Tensor) -> list[Tensor]:
-        return [layer().by_pair(h, *fast_moe.route(h, layer().router, 8), config)]
+    def by_pair(config: TensorCoreConfig, link: int, h: Tensor) -> list[Tensor]:
+        return [layer().by_pair(h, *router.route(h, layer().router, 8), config)]
 
     def by_integers(link: int, h: Tensor) -> list[Tensor]:
-        return [layer().by_integers(h, *fast_moe.route(h, layer().router, 8))]
+        return [layer().by_integers(h, *router.route(h, layer().router, 8))]
 
-    def by_group(config: UnitsConfig, link: int, h: Tensor) -> list[Tensor]:
-        return [layer().by_group(h, *fast_moe.route(h, layer().router, 8), config)]
+    def by_group(config: TensorCoreConfig, link: int, h: Tensor) -> list[Tensor]:
+        return [layer().by_group(h, *router.route(h, layer().router, 8), config)]
 
     forms: dict[str, Run] = {f"pairs {_label(config)}": functools.partial(by_pair, config) for config in pairs}
     if integers:
         forms["integers"] = by_integers
-    forms |= {f"eights {_label(config)}": functools.partial(by_group, config) for config in groups}
+    forms |= {f"groups {_label(config)}": functools.partial(by_group, config) for config in groups}
     distinct = 256 * (1 - (1 - 8 / 256) ** rows)  # experts, if every choice is as likely
     return Case(
         f"35B route + moe x{rows}", rows, 2048, 16, layer().nbytes(distinct), forms,
@@ -252,17 +253,17 @@ OUT_35B = "35B out 2048,4096 Q4_K", [("Q4_K", 2048)], 4096
 
 def cases() -> Iterator[Callable[[], Case]]:
     few, part = FewConfig, functools.partial
-    pairs, eights = moe_nvidia.pairs_config, moe_nvidia.EIGHTS
+    pairs, n_tiles = moe_tensor_core.pairs_config, moe_tensor_core.groups_config
     yield part(moe_case, 1, (pairs(1),), integers=False)
     yield part(moe_case, 8, (pairs(8),))
-    yield part(moe_case, 16, (), (eights,))
-    yield part(moe_case, 32, (), (eights,))
+    yield part(moe_case, 16, (), (n_tiles,))
+    yield part(moe_case, 32, (), (n_tiles,))
     yield part(products_case, *SMALL, 1, few(8, 0, False))
     yield part(products_case, *DELTA, 1, few(8, 0, False))
     yield part(products_case, *GATE_UP, 1, paired=True)
     for shape in (DOWN_4, DOWN_6, OUT_27B, ATTENTION, HEAD, OUT_35B):
         yield part(products_case, *shape, 1)
-    thirds = shares.UP_TO_32  # of a multiprocessor; timed up to 16 rows for gate and up only
+    thirds = stream_k.UP_TO_32  # of a multiprocessor; timed up to 16 rows for gate and up only
     yield part(products_case, *GATE_UP, 16, paired=True)
     for shape in (DOWN_4, DOWN_6, DELTA, OUT_27B, ATTENTION, HEAD):
         yield part(products_case, *shape, 16, thirds)
@@ -342,14 +343,15 @@ def mixed_types() -> str | None:
     """Matrices of different types and odd sizes in one launch, in every form of it."""
     parts = [random_weight(t, n, 2304) for t, n in (("Q4_K", 1000), ("Q6_K", 40), ("dense", 45), ("Q5_K", 333))]
     for by, rows, config in (
-        (nvidia, 1, FewConfig(4, 0, False)), (nvidia, 1, FewConfig(8, 0, False)), (nvidia, 5, FewConfig(4, 1, True)),
-        (nvidia, 12, FewConfig(4, 2, False, 2)), (shares, 9, shares.UP_TO_16), (shares, 27, shares.UP_TO_32),
+        (tensor_core, 1, FewConfig(4, 0, False)), (tensor_core, 1, FewConfig(8, 0, False)),
+        (tensor_core, 5, FewConfig(4, 1, True)),
+        (tensor_core, 12, FewConfig(4, 2, False, 2)), (stream_k, 9, stream_k.UP_TO_16),
+        (stream_k, 27, stream_k.UP_TO_32),
     ):  # fmt: skip
         x = torch.randn(rows, 2304, device=CUDA, dtype=BF16)
-        residual = torch.randn(rows, 1000, device=CUDA)
-        outs = by.multiply(x, parts, residual, config)
+        outs = by.multiply(x, parts, config)
         for i, (out, weight) in enumerate(zip(outs, parts, strict=True)):
-            expected = x.double() @ values_of(weight).T + (0 if i else residual.double())
+            expected = x.double() @ values_of(weight).T
             error = float((out.double() - expected).norm() / expected.norm())
             if not error < 6e-3:
                 return f"{rows} rows, {config}, matrix {i}: error {error:.1e}"

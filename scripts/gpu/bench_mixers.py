@@ -25,7 +25,8 @@ from rekindle.kernels.conv import naive as naive_conv
 from rekindle.kernels.conv import triton as fast_conv
 from rekindle.kernels.gated_delta import chunked
 from rekindle.kernels.gated_delta import naive as naive_delta
-from rekindle.kernels.gated_delta import triton as fast_delta
+from rekindle.kernels.gated_delta import rows as delta_rows
+from rekindle.kernels.gated_delta import step as delta_step
 from rekindle.kernels.norm import naive as naive_norm
 from rekindle.kernels.norm import triton as fast_norm
 from rekindle.kernels.ragged import Ragged
@@ -161,7 +162,7 @@ def check_delta(dtype: torch.dtype, spec: DeltaSpec) -> None:
     inputs, before = delta_inputs(9, spec, dtype), rand(9, spec.value_heads, 128, 128)
     states = before.clone()
     ragged = make_ragged([(3, 7, 9)])
-    kept = gated_delta.KeptRows.zeros(spec, 9, 12, torch.device(DEVICE))
+    kept = gated_delta.RewindLog.zeros(spec, 9, 12, torch.device(DEVICE))
     gated_delta.gated_delta_rows(*inputs, states, ragged, spec, kept)
     after, windows = states.clone(), torch.zeros_like(kept.windows)
     gated_delta.replay_rows(kept, torch.tensor([3, 9], dtype=torch.int32, device=DEVICE), states, windows)
@@ -201,7 +202,7 @@ def check_steps(dtype: torch.dtype, spec: DeltaSpec, tag: str, rows: int, real: 
             check(f"gated_delta_step {step} {tag}", out[:real], expected, 4e-3)
             check(f"gated_delta_step {step} windows {tag}", windows[:real], wide_windows[:real], 0.0)
             check(f"gated_delta_step {step} states {tag}", states[:real], wide_states[:real], 1e-3)
-    counts = fast_delta._arrivals(windows, spec)
+    counts = delta_step._window_semaphores(windows, spec)
     check(f"gated_delta_step: counters are back at zero {tag}", counts + 1, torch.ones_like(counts), 0.0)
 
 
@@ -237,8 +238,8 @@ def check_sampling() -> None:
 
 def launch_early(early: bool) -> None:
     """Whether norms and delta steps begin while the launch before still runs."""
-    arguments = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-    fast_norm.starting_early = fast_delta.starting_early = lambda device: arguments
+    arguments = {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+    fast_norm.pdl_arguments = delta_step.pdl_arguments = delta_rows.pdl_arguments = lambda device: arguments
 
 
 def check_early() -> None:
@@ -474,12 +475,12 @@ def time_step(name: str, delta: DeltaSpec, hidden: int, batch: int) -> None:
     for rows in ((32, 1), (32, 4), (64, 2), (16, 1)):
         if late():
             break
-        fast_delta.ROWS = rows
+        delta_rows.ROWS = rows
         micros = graph_time(
             lambda i: gated_delta.gated_delta(u, a, b, decay, dt_bias, states[i], ragged, delta), copies
         )
         record("gated_delta decode", f"{name} batch {batch} columns, warps {rows}", micros, moved)
-    fast_delta.ROWS = (32, 1)
+    delta_rows.ROWS = (32, 1)
 
 
 def time_decode_attention(name: str, spec: AttentionSpec) -> None:

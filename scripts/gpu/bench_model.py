@@ -23,11 +23,11 @@ import torch
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.speed import measure
 from rekindle.bench.synth import write_synthetic
-from rekindle.build.shards import StageOrder, load_stage
+from rekindle.build.stage import StageConfig, load_stage
 from rekindle.engine.engine import Engine, EngineSettings
-from rekindle.models import load_span
+from rekindle.layers import load_span
 from rekindle.pool import KvMode
-from rekindle.prefix import PrefixCache
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.types import Part, Snapshot, Stretch, wait_for
 from rekindle.spec import PAGE
@@ -83,12 +83,12 @@ class Bench:
     def __init__(self, path: Path, slots: int, pages: int, grid: int) -> None:
         started = time.perf_counter()
         self.file = open_weights(path)
-        order = StageOrder("cuda:0", self.file.spec.whole, slots, pages, 0, "bf16", dtype="bfloat16")
+        order = StageConfig("cuda:0", self.file.spec.whole, slots, pages, 0, "bf16", dtype="bfloat16")
         self.stage = load_stage(self.file, order)
         torch.cuda.synchronize()
         self.load_s = time.perf_counter() - started
         settings = EngineSettings(context=pages * 64, grid=grid)
-        self.engine = Engine(Pipeline([self.stage]), PrefixCache(0), settings).start()
+        self.engine = Engine(Pipeline([self.stage]), PrefixCache(local_tiers(0)), settings).start()
         self._rng = np.random.default_rng(0)
         began = time.perf_counter()
         self.run(16, 2)
@@ -133,7 +133,7 @@ class Bench:
         """Decode tok/s at `length` tokens, of which POOL lie on the device."""
         stage = LocalStage(self.stage.model, 2, POOL // PAGE, "bf16", length // PAGE, mode)
         settings = EngineSettings(context=length, grid=POOL // 2)
-        engine = Engine(Pipeline([stage]), PrefixCache(0), settings).start()
+        engine = Engine(Pipeline([stage]), PrefixCache(local_tiers(0)), settings).start()
         try:
             for prompt, tokens in ((2 * POOL, 2 * PAGE), (length - answer - PAGE, answer)):  # the first one records
                 speed = measure(engine, self.file.spec.vocab, self._rng, prompt, tokens, 1)[1]

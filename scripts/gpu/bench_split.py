@@ -29,10 +29,11 @@ import torch
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.speed import measure
 from rekindle.bench.synth import write_synthetic
-from rekindle.build.shards import Shards, StageOrder, load_stage
+from rekindle.build.shards import Shards
+from rekindle.build.stage import StageConfig, load_stage
 from rekindle.config import Config, parse_shards
 from rekindle.engine.engine import Engine, EngineSettings
-from rekindle.prefix import PrefixCache
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.snapshots.types import Part
 from rekindle.spec import Span
 from rekindle.stages import Pipeline, Stage
@@ -87,10 +88,10 @@ class Bench:
         self._first: Pipeline | None = None
         self._runs: list[Run] = []
 
-    def order(self, device: str, start: int, stop: int) -> StageOrder:
+    def order(self, device: str, start: int, stop: int) -> StageConfig:
         pages = (self.wishes.long + 256) // 64 + SLOTS * (self.wishes.prompt // 64 + 4)
         kv_type, dtype = ("bf16", "bfloat16") if self._gpu else ("f32", "float32")
-        return StageOrder(device, Span(start, stop), SLOTS, pages, kv_type=kv_type, dtype=dtype)
+        return StageConfig(device, Span(start, stop), SLOTS, pages, kv_type=kv_type, dtype=dtype)
 
     def add(self, name: str, load: Callable[[], list[Stage]]) -> None:
         began = time.perf_counter()
@@ -104,7 +105,7 @@ class Bench:
 
     def _speeds(self, pipeline: Pipeline) -> tuple[float, float, float]:
         settings = EngineSettings(context=self.wishes.long + 256, grid=2048)
-        engine = Engine(Lent(pipeline), PrefixCache(0), settings).start()  # type: ignore[arg-type]
+        engine = Engine(Lent(pipeline), PrefixCache(local_tiers(0)), settings).start()  # type: ignore[arg-type]
         rng, vocab = np.random.default_rng(1), self.file.spec.vocab
         for prompt, sequences in ((self.wishes.long, 1), (16, 1), (16, 4)):  # records every step that will be timed
             measure(engine, vocab, rng, prompt, 4, sequences)
@@ -181,7 +182,7 @@ def _step(pipeline: Pipeline, slot: int, position: int, tokens: list[int]) -> to
 
 
 @contextmanager
-def shard(bench: Bench, order: StageOrder) -> Iterator[Callable[[], Stage]]:
+def shard(bench: Bench, order: StageConfig) -> Iterator[Callable[[], Stage]]:
     """The stage in a process of its own, over ipc."""
     command = f"{sys.executable} -m rekindle.cli shard {bench.path}"
     shards = Shards(Config(model=bench.path, shards=parse_shards([f"b={command}"], [], [])))

@@ -1,9 +1,9 @@
 """Recorded steps against the same steps unrecorded: PYTHONPATH=src python3 scripts/gpu/check_graphs.py
 
-A tiny random model. Decode alone and beside others, sparse decode over page edges, blocks to verify with every way
-back; bf16 and q8 KV. On a GPU also steps that wait for pages under way, handed over far ahead of the device. The last
-line says how many of the checks failed; exit code 1 if any did. With --device cpu the steps are run again instead of
-replayed, which tries this script itself.
+A tiny random model. Chunks of many lengths, behind one another and behind a restore; decode alone and beside others,
+sparse decode over page edges, blocks to verify with every way back; bf16 and q8 KV. On a GPU also steps that wait for
+pages under way, handed over far ahead of the device. The last line says how many of the checks failed; exit code 1 if
+any did. With --device cpu the steps are run again instead of replayed, which tries this script itself.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import torch
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.synth import write_synthetic
-from rekindle.models import load_span
-from rekindle.models.model import ModelSpan
+from rekindle.layers import load_span
+from rekindle.layers.span import ModelSpan
 from rekindle.pool import Recorder
-from rekindle.pool.returns import Returns
+from rekindle.pool.page_ins import PageIns
+from rekindle.snapshots.types import Part
 from rekindle.stages import LocalStage
 from rekindle.stages.graphs import GraphRecorder
 from rekindle.weights import open_weights
@@ -31,7 +32,7 @@ NEAR = 0.05  # of the largest logit: other splits and row counts round different
 TOKENS = np.random.default_rng(3).integers(0, 500, 4096).tolist()
 
 
-def again(step: Callable[[], None]) -> Callable[[], None]:
+def again(step: Callable[[], None], warm: Callable[[], None] | None = None) -> Callable[[], None]:
     step()
     return step
 
@@ -43,7 +44,7 @@ class Pair:
         cpu = model.device.type == "cpu"
         made = {"slots": 4, "pages": 64, "kv_type": kv_type, "record": again if cpu else None, **options}
         self.recorded, self.plain = LocalStage(model, **made), LocalStage(model, **made)  # type: ignore[arg-type]
-        self.plain._steps = None
+        self.plain._recording = None
         self.worst = 0.0
 
     def run(self, *segments: Segment, rewindable: bool = False) -> None:
@@ -79,6 +80,43 @@ def beside(pair: Pair) -> None:
         pair.decode(*((slot, length + step) for slot, length in enumerate((70, 1100, 5))))
 
 
+def chunks(pair: Pair) -> None:
+    """Of 2 to 512 rows, behind one another; one that runs again behind a restore has the same bits."""
+    for slot, lengths in enumerate((range(2, 60, 3), (63, 64, 65, 95, 97, 128, 129, 130), (191, 255, 384, 500, 512))):
+        at = 0
+        for rows in lengths:
+            pair.run(Segment(slot, at, tuple(TOKENS[at : at + rows]), Wanted.LAST))
+            at += rows
+        pair.decode((slot, at))
+        parts = pair.recorded.capture(slot)
+        chunk = tuple(TOKENS[at + 1 : at + 101])
+        straight, again = (
+            pair.recorded.forward(Batch((Segment(s, at + 1, chunk, Wanted.LAST),)), None).logits
+            for s in (slot, _restored(pair, at + 1, parts))
+        )
+        if straight is None or again is None or not torch.equal(straight, again):
+            pair.worst = float("inf")
+        pair.recorded.close(3)
+
+
+def whole(pair: Pair) -> None:
+    """Chunks without padding, so that a choice of experts does not hang on how many rows are multiplied; and rows of
+    two sequences before any of one."""
+    for slot in (0, 1):
+        at = 0
+        for rows in (8, 32, 64, 128, 256, 512):
+            pair.run(Segment(slot, at, tuple(TOKENS[at : at + rows]), Wanted.LAST))
+            at += rows
+    for step in range(4):
+        pair.decode((0, at + step), (1, at + step))
+    pair.decode((0, at + 4))
+
+
+def _restored(pair: Pair, position: int, parts: list[Part]) -> int:
+    pair.recorded.restore(3, position, parts)
+    return 3
+
+
 def blocks(pair: Pair) -> None:
     at = 55
     pair.prefill(2, at)
@@ -104,7 +142,7 @@ def under_way(device: torch.device, record: Recorder) -> bool:
     (An event that was looked at when a graph runs, not when it is launched, would be waited for by the replay before,
     or by nobody.) record: who records the handing over.
     """
-    returns = Returns(1, device)
+    returns = PageIns(1, device)
     page, seen = torch.zeros(1, device=device), torch.zeros(1, device=device)
 
     def fetch() -> None:
@@ -131,22 +169,43 @@ def under_way(device: torch.device, record: Recorder) -> bool:
     return ahead and [int(value) - before for value in found] == list(range(1, 9))
 
 
+def load(shape: str, device: torch.device) -> ModelSpan:
+    with tempfile.TemporaryDirectory() as folder:
+        file = open_weights(write_synthetic(Path(folder) / f"{shape}.gguf", shape))
+        return load_span(file, file.spec.whole, device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
-    device = torch.device(parser.parse_args().device)
-    with tempfile.TemporaryDirectory() as folder:
-        file = open_weights(write_synthetic(Path(folder) / "tiny.gguf", "tiny"))
-        model = load_span(file, file.spec.whole, device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    parser.add_argument("--only", default="", help="of the checks of one model, those with these names; by commas")
+    options = parser.parse_args()
+    device, only = torch.device(options.device), options.only.split(",")
+    model, experts = (load(shape, device) for shape in ("tiny", "tiny-moe"))
     sparse = {"pages": 12, "host_pages": 60, "kv_mode": "sparse", "rewind_rows": 16}
     failed = 0
     for kv_type in ("f32" if device.type == "cpu" else "bf16", "q8"):
-        for work, options in ((alone, {}), (beside, {}), (blocks, {}), (edges, sparse)):
-            pair = Pair(model, kv_type, **options)
+        known = {"table_width": 64}  # so that chunks are recorded
+        for work, choices in (
+            (alone, {}),
+            (beside, known),
+            (whole, known),
+            (chunks, known),
+            (blocks, {}),
+            (edges, sparse),
+        ):
+            if options.only and work.__name__ not in only:
+                continue
+            pair = Pair(model, kv_type, **choices)
             work(pair)
             good = pair.worst <= NEAR
             failed += not good
             print(f"{'ok ' if good else 'BAD'} {work.__name__:7} {kv_type:4} off by {pair.worst:.4f}", flush=True)
+    pair = Pair(experts, "f32" if device.type == "cpu" else "bf16", table_width=64)
+    whole(pair)
+    good = pair.worst <= NEAR
+    failed += not good
+    print(f"{'ok ' if good else 'BAD'} whole, with experts, off by {pair.worst:.4f}", flush=True)
     for how, record in (("one by one", again), ("recorded", GraphRecorder(device))) if device.type == "cuda" else ():
         good = under_way(device, record)
         failed += not good

@@ -25,10 +25,10 @@ from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.synth import write_synthetic
 from rekindle.kernels.attention import store_kv
 from rekindle.kernels.attention.rows import KV_DTYPES, row_size
+from rekindle.kernels.pinning import pin
 from rekindle.kernels.ragged import Ragged
-from rekindle.models import load_span
+from rekindle.layers import load_span
 from rekindle.pool import KvMode, PagePool, PoolReader
-from rekindle.pool.copies import pin
 from rekindle.snapshots.slabs import Slabs
 from rekindle.spec import PAGE
 from rekindle.stages import LocalStage
@@ -58,19 +58,19 @@ class Hand:
         def int32(values: object) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=CUDA)
 
-        (seat,) = self.reader.seats()
+        (pages,) = self.reader.segment_pages()
         positions = torch.arange(position, position + rows, dtype=torch.int32, device=CUDA)
         ragged = Ragged(
             starts=int32([0, rows]),
             slots=int32([0]),
             row_positions=positions,
-            row_places=positions - seat.skipped * PAGE,
+            row_places=positions - pages.skipped * PAGE,
             row_segments=int32([0] * rows),
-            tables=int32([seat.places.tolist()]),
+            tables=int32(pages.places.tolist()),
             lengths=(rows,),
-            noted=None if seat.noted is None else int32([[seat.noted], [seat.table]]),
-            far=seat.far,
-            coming=seat.coming,
+            noted=None if pages.noted is None else int32([[pages.noted], [pages.table]]),
+            far=pages.far,
+            coming=pages.coming,
         )
         outs = []
         for layer in range(self.layers):
@@ -116,8 +116,10 @@ def check() -> bool:
         say(f"exact, 160 pages in {places} places", worst(full, drive(small, 160, 130)), 2e-2)
         small.pool.check()
         print("   ", small.pool.counts)
-    say("sparse, pool as large as the sequence", worst(full, drive(Hand(shape, 200, 0, "sparse"), 160, 130)), 0)
-    sparse = Hand(shape, 20, 200, "sparse")
+    one = (1, *shape[1:])  # in sparse mode a layer has a pool of its own
+    plain, roomy = (drive(Hand(one, 200, 0, mode), 160, 130) for mode in ("exact", "sparse"))
+    say("sparse, pool as large as the sequence", worst(plain, roomy), 0)
+    sparse = Hand(one, 20, 200, "sparse")
     drive(sparse, 160, 130)
     print("    sparse in 20 places:", sparse.pool.counts)
     good &= sparse.pool.counts.skipped > 0
@@ -136,7 +138,7 @@ def check() -> bool:
         layer.zero_()
     gone = sum(page.place is None for page in table.pages)
     hand.pool.clear(other)
-    hand.pool.bring_back(table)
+    hand.pool.page_in(table)
     hand.pool.join()
     now = [[layer[page.place] for layer in hand.pool.kv] for page in table.pages]
     same = all(torch.equal(a, b) for x, y in zip(before, now, strict=True) for a, b in zip(x, y, strict=True))

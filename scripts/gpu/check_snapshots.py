@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from rekindle.bench.synth import SHAPES
-from rekindle.models.model import ModelSpan
-from rekindle.models.state import DeltaState
+from rekindle.layers.delta import DeltaState
+from rekindle.layers.span import ModelSpan
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.slabs import Slabs
-from rekindle.snapshots.types import Part, Snapshot, Stretch, are_settled, wait_for
+from rekindle.snapshots.types import Part, Snapshot, Stretch, copies_done, wait_for
 from rekindle.spec import PAGE, Span
 from rekindle.stages import LocalStage
 
@@ -53,7 +53,7 @@ class Hand:
 
     @property
     def states(self) -> list[DeltaState]:
-        return [state for state in self.stage._states.values() if isinstance(state, DeltaState)]
+        return [state for state in self.stage._state.layers.values() if isinstance(state, DeltaState)]
 
     def run(self, slot: int, end: int) -> None:
         """What a forward up to `end` leaves behind, in some other numbers."""
@@ -132,7 +132,7 @@ def check(shape: str, device: torch.device) -> bool:
     first_truth = hand.state(0)
     hand.hold_copies()
     first = stage.capture(0)
-    late = not are_settled(first)
+    late = not copies_done(first)
     hand.run(0, position)
     truth = hand.state(0)
     hand.hold_copies()
@@ -167,7 +167,7 @@ def check(shape: str, device: torch.device) -> bool:
     gone = sum(page.place is None for page in small.stage._tables[0].pages)
     small.stage.close(1)
     small.stage.pool.tick([small.stage._tables[0]])
-    small.stage.pool.bring_back(small.stage._tables[0])
+    small.stage.pool.page_in(small.stage._tables[0])
     small.stage.pool.join()
     kv = len(truth) - len(small.stage.pool.kv)
     say(f"{gone} of 10 pages went away and came back", gone == 10 and same(truth[kv:], small.state(0)[kv:]))
@@ -203,7 +203,7 @@ class Longest:
         parts = capture()
         took, longest = time.perf_counter() - start, 0.0
         last = time.perf_counter()
-        while not are_settled(parts):
+        while not copies_done(parts):
             self._small.add_(1)
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()

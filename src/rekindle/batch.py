@@ -1,4 +1,5 @@
-"""What one forward runs: a ragged batch of segments. Crosses every border, so it holds no torch."""
+"""What one forward runs: a ragged batch of segments; and what a drafter is asked for. Crosses every border, so it holds
+no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-DRAWN = -1  # stands for the token that was drawn last for the slot and that the host has not seen yet
+PENDING = -1  # the token that the step before draws for the slot: it is on the device, the host does not know it yet
 
 
 class Wanted(StrEnum):
@@ -15,7 +16,7 @@ class Wanted(StrEnum):
     NONE = "none"
     LAST = "last"
     ALL = "all"
-    SCORED = "scored"  # the last; of the rows before it how likely the token behind each was, and which were likeliest
+    SCORED = "scored"  # the last; for each row before it log-probabilities of the token after it and of the likeliest
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class Segment:
     position: int  # tokens the slot's state has consumed before this segment
     tokens: tuple[int, ...]
     wanted: Wanted = Wanted.NONE
-    top: int = 0  # so many of the likeliest are told of every scored row
+    top: int = 0  # how many of the likeliest tokens each scored row reports
+    features: int = 0  # last rows of which a drafter reads the outputs of the batch's taps
 
     def __post_init__(self) -> None:
         assert self.tokens, "a segment holds at least one token"
@@ -53,6 +55,7 @@ class Batch:
 
     segments: tuple[Segment, ...]
     rewindable: bool = False  # blocks to verify: keep their rows so that rewind() may go back into them
+    taps: tuple[int, ...] = ()  # layers whose outputs are the features, ascending; none if no drafter reads them
 
     def __post_init__(self) -> None:
         slots = [segment.slot for segment in self.segments]
@@ -78,3 +81,18 @@ class Batch:
     def scored_rows(self) -> int:
         """Rows of scores that the last stage returns beside the logits."""
         return sum(s.scored_rows for s in self.segments)
+
+    @property
+    def feature_rows(self) -> int:
+        """Rows of features that every tap gives, segment by segment in order."""
+        return sum(s.features for s in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """For a block of one sequence."""
+
+    slot: int
+    position: int  # of `token`: as many tokens are in the state
+    token: int  # the last known one
+    most: int  # tokens to propose

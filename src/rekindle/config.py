@@ -1,7 +1,8 @@
-"""Settings: read once at the door, checked, frozen. Inside, a constructor takes the few numbers it needs."""
+"""Settings: read once from the command line, checked, frozen. Inside, a constructor takes the few numbers it needs."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -36,6 +37,19 @@ def show_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def user_folder() -> Path:
+    """What is made, measured or kept once per user of this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rekindle"
+
+
+def snapshot_folder() -> Path | None:
+    """Where a server keeps snapshots if it is told no folder; None for a user without a home."""
+    try:
+        return user_folder() / "snapshots"
+    except RuntimeError:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class ShardSetting:
     """A process that hosts stages: started by a command, or running already at an address."""
@@ -63,6 +77,14 @@ def parse_shards(shards: Sequence[str], memory: Sequence[str], keys: Sequence[st
     )
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Text from a file or a client, made harmless on a terminal: characters that do not print (escape sequences, line
+    ends, marks that turn the direction of writing) are spelt out, except those in `keep`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 def _by_name(option: str, texts: Sequence[str]) -> dict[str, str]:
     pairs = [text.partition("=") for text in texts]
     for text, (name, _, value) in zip(texts, pairs, strict=True):
@@ -75,7 +97,7 @@ def _by_name(option: str, texts: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What a user can say about a running model. 'None' means: decide, and say why."""
+    """The options of a model that runs. None: the plan decides, and says why."""
 
     model: Path | None = None  # None is the embedded default
     devices: tuple[str, ...] = ("auto",)
@@ -83,28 +105,32 @@ class Config:
     context: int | None = None
     sequences: int = 16
     grid: int | None = None  # prefill chunk; 512 on a CPU, 2048 on a GPU
+    max_gap: int = 50  # milliseconds in an answer while others' prompts run, on GPUs; chunks are made to fit
     queue: int = 256
     dtype: str | None = None  # of activations: float32 or bfloat16
     kv_type: str | None = None
-    kv_mode: str = "exact"  # sparse leaves pages out once a sequence outgrows the pool
+    kv_mode: str = "exact"  # sparse: attention leaves pages out once a sequence outgrows the pool
     kv_policy: str = "qk"  # which pages sparse mode attends: the likeliest to matter, or the latest (lru)
     pool: int | None = None  # tokens of KV on every device
     vram: tuple[int, ...] | None = None  # bytes that may be used of each GPU, or of every one
     ram: int | None = None  # bytes of host memory that may be used
-    cache_ram: int = 2 << 30
-    cache_dir: Path | None = None
-    cache_disk: int = 16 << 30
+    cache_ram: int | None = None  # bytes of RAM for snapshots
+    cache_dir: Path | None = None  # snapshots across restarts; None keeps none, whatever else is left out
+    cache_disk: int | None = None  # bytes of that folder; None: by what is free on its disk
     threads: int | None = None
-    shards: tuple[ShardSetting, ...] = ()  # that --devices may name behind an @
+    shards: tuple[ShardSetting, ...] = ()  # --devices names them after an @
     link_key: Path | None = None  # this head's key pair, for links that leave the host
     ray: str | None = None  # address of a Ray cluster, whose nodes host all stages
     replicas: int = 1  # whole models among which the devices are divided
-    audit: int = 0  # one in so many restores is checked against a cold run; 0 checks none
+    audit: int = 0  # every n-th restore is checked against a cold run; 0 checks none
+    draft: str = "auto"  # what proposes tokens for the model to verify: lookup (in prompt, answer), dflash, off, or all
+    drafter: Path | None = None  # a DFlash drafter's file or folder
 
     def __post_init__(self) -> None:
         for name, value, least in (
             ("--sequences", self.sequences, 1),
             ("--grid", self.grid, 16),
+            ("--max-gap", self.max_gap, 1),
             ("--queue", self.queue, 1),
             ("--context", self.context, 2),
             ("--threads", self.threads, 1),
@@ -113,3 +139,9 @@ class Config:
         ):
             if value is not None and value < least:
                 raise BadConfig(f"{name} is {value}; it must be at least {least}")
+        if self.draft not in ("auto", "lookup", "dflash", "off"):
+            raise BadConfig(f"--draft is {self.draft}; it must be auto, lookup, dflash or off")
+        if self.drafter is not None and self.draft in ("lookup", "off"):
+            raise BadConfig(f"--drafter is {self.drafter}, and --draft {self.draft} leaves it unused; leave one out")
+        if self.drafter is None and self.draft == "dflash":
+            raise BadConfig("--draft dflash needs a drafter: --drafter FILE")

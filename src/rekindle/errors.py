@@ -7,14 +7,14 @@ RekindleError                  show its message to the user; the base of all
 ├── PromptTooLong              prompt + answer do not fit the context                          → 400
 ├── QueueFull                  the bounded queue is full; try again later                      → 429
 ├── DoesNotFit                 the plan cannot place the model in the budgets given
-├── PoolFull                   no KV page is free; the engine lets the request wait, no client sees it
+├── PoolFull                   no KV page is free; the engine lets the request wait, so no client sees it
 ├── SnapshotMismatch           a snapshot and the stage that should take it disagree
 ├── BadSnapshotFile            a file of the disk tier is truncated, altered or foreign
 ├── CopyFailed                 state that was captured did not reach host memory; it is not published
 ├── StageLost                  a shard died or missed its deadline                             → 503
-├── CrewLost                   CPU threads for cold experts do not answer; needs a restart    → 503
+├── CpuExpertsLost             CPU threads for cold experts do not answer; needs a restart    → 503
 ├── BadLogits                  the model gave no numbers: damaged weights, or a device at fault  → 500
-├── Stopping                   the server was told to stop                                     → 503
+├── Stopping                   the server is stopping                                          → 503
 ├── LinkRefused                the two ends of a link do not agree, or a key is not allowed
 └── BadFrame                   a frame lies about its sizes or kinds
 """
@@ -47,7 +47,7 @@ class PromptTooLong(BadRequest):
 
 
 class QueueFull(RekindleError):
-    """The waiting line has reached its bound."""
+    """The queue of waiting requests is full."""
 
 
 class DoesNotFit(RekindleError):
@@ -67,23 +67,23 @@ class BadSnapshotFile(RekindleError):
 
 
 class CopyFailed(RekindleError):
-    """Copies of a state to host memory that never come. Whoever waited for them must not read them."""
+    """Copies of a state to host memory have failed. The memory that they were to fill must not be read."""
 
 
 class StageLost(RekindleError):
     """A stage stopped answering inside its deadline."""
 
 
-class CrewLost(RekindleError):
+class CpuExpertsLost(RekindleError):
     """The CPU threads that compute cold experts do not answer. Nothing brings them back but a restart."""
 
 
 class BadLogits(RekindleError):
-    """What the model gave are no numbers, so there is no token to draw."""
+    """The model's logits are NaN or infinite, so there is no token to draw."""
 
 
 class Stopping(RekindleError):
-    """The server was told to stop: it takes nothing more and ends what it has."""
+    """The server is stopping: it refuses new requests and ends the running ones."""
 
 
 class LinkRefused(RekindleError):

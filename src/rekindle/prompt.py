@@ -1,9 +1,12 @@
-"""What the text room hands to the engine: tokens, and the positions worth remembering."""
+"""What the text package hands to the engine: tokens, and the positions worth remembering."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+import numpy as np
 
 
 class BoundaryKind(StrEnum):
@@ -11,7 +14,7 @@ class BoundaryKind(StrEnum):
 
     SYSTEM = "system"  # end of system + tools: every conversation under the same prompt starts here
     MESSAGE = "message"  # start of a message
-    LATTICE = "lattice"  # an even point inside a very long message
+    LATTICE = "lattice"  # a point between two boundaries that lie far apart
     MARK = "mark"  # the client asked for it (cache_control)
     TOOL = "tool"  # the opening of a tool call
     END = "end"  # end of the prompt
@@ -33,3 +36,14 @@ class Prompt:
 
     tokens: tuple[int, ...]
     boundaries: tuple[Boundary, ...] = ()
+    marks: tuple[int, ...] = ()  # those among them that the client asked for, whatever else they are
+
+
+def common_length(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
+    """How many leading tokens two runs share."""
+    n = min(len(a), len(b))
+    if n == 0:
+        return 0
+    differs = np.asarray(a[:n]) != np.asarray(b[:n])
+    first = int(differs.argmax())
+    return first if differs[first] else n

@@ -1,4 +1,4 @@
-"""A live server over neighbours made of paper: an engine that says what its prompt tells it, and a byte tokenizer."""
+"""A live server over fakes: an engine that says what its prompt tells it, and a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any
 
 import openai
 import pytest
 import uvicorn
 
-from rekindle.api import Settings, create_app
+from rekindle.api import Guard, ModelFacts, ModelHost, ServedModel, Settings, create_app
+from rekindle.api.connections import guarded_protocol
+from rekindle.api.dialects import DIALECTS
 from rekindle.engine.types import (
     CacheReport,
     Divergence,
+    DraftReport,
     Event,
     Failed,
     Finished,
@@ -30,12 +34,20 @@ from rekindle.engine.types import (
     TokenLogprob,
 )
 from rekindle.errors import BadRequest, PromptTooLong, QueueFull, StageLost, Stopping
+from rekindle.grammar.calls import CallFormat
+from rekindle.grammar.compiler import Compiler, Vocabulary
+from rekindle.grammar.guide import Rules
 from rekindle.prompt import Prompt
+from rekindle.text import ThinkingTokens
 
 END = 256  # the paper model's stop token
 VOCAB = 260
 CONTEXT = 30_000
 PATIENCE = 20.0  # seconds a test waits for what must happen
+
+
+class PanicException(BaseException):
+    """What the tokenizer's library raises where Rust code panics."""
 
 
 class PaperDetokenizer:
@@ -56,12 +68,12 @@ class PaperStopText:
         self._stops = stops
         self._all = ""
         self._shown = 0
-        self.met = False
+        self.met: str | None = None
 
     def push(self, text: str) -> str:
         self._all += text
         ends = [self._all.find(stop) for stop in self._stops if stop in self._all]
-        self.met = bool(ends)
+        self.met = next((stop for stop in self._stops if stop in self._all), None)
         limit = min(ends) if ends else len(self._all) - max((len(stop) - 1 for stop in self._stops), default=0)
         return self._show(limit)
 
@@ -74,6 +86,12 @@ class PaperStopText:
         return shown
 
 
+@cache
+def byte_grammars() -> Compiler:
+    tokens = [bytes([byte]) if byte < 256 else b"" for byte in range(VOCAB)]
+    return Compiler(lambda: Vocabulary(tokens, [END], [END]))
+
+
 class PaperText:
     """Bytes are tokens. A conversation reads "role:content|role:content|assistant:"."""
 
@@ -83,19 +101,42 @@ class PaperText:
     def __init__(self) -> None:
         self.rendered: list[dict[str, Any]] = []
         self.remembered: list[tuple[Prompt, tuple[int, ...], dict[str, Any]]] = []
+        self.namespaces: list[str] = []  # of all that was rendered or remembered
+
+    takes_tools = True
+    template_source = "{% for message in messages %}…{% endfor %}{{ tools }}{{ enable_thinking }}"
+    marks: tuple[int, ...] = ()
+    efforts: Sequence[str] = ("low", "medium", "xhigh")
+    options = frozenset({"enable_thinking", "reasoning_effort"})
+
+    thinking_tokens: ThinkingTokens | None = ThinkingTokens(257, 258, (10, 258, 10, 10))
+
+    def takes_option(self, name: str) -> bool:
+        return name in self.options
+
+    call_format = CallFormat.HERMES
+    may_think = False
+
+    def compile(self, source: str, field: str) -> Rules:
+        return byte_grammars().compile(source, field)
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
+        namespace: str = "",
+        /,
         **kwargs: Any,
     ) -> Prompt:
+        self.namespaces.append(namespace)
         self.rendered.append({"messages": list(messages), "tools": tools, "generate": add_generation_prompt, **kwargs})
         turns = [f"{m['role']}:{_content(m.get('content'))}" for m in messages]
-        return self.encode("|".join([*turns, "assistant:"] if add_generation_prompt else turns), True)
+        prompt = self.encode("|".join([*turns, "assistant:"] if add_generation_prompt else turns), True)
+        return replace(prompt, marks=self.marks)
 
-    def remember(self, prompt: Prompt, ids: Sequence[int], message: Mapping[str, Any]) -> None:
+    def remember(self, prompt: Prompt, ids: Sequence[int], message: Mapping[str, Any], namespace: str = "") -> None:
+        self.namespaces.append(namespace)
         self.remembered.append((prompt, tuple(ids), dict(message)))
 
     def next_prompt(
@@ -103,6 +144,8 @@ class PaperText:
         messages: Sequence[Mapping[str, Any]],
         answer: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None,
+        namespace: str = "",
+        /,
         **kwargs: Any,
     ) -> Prompt | None:
         """[dropped] in a message: the template shows no answers of the past; [stuck]: what comes next takes forever;
@@ -117,6 +160,8 @@ class PaperText:
         return self.encode("|".join(["[silent]", *turns] if "[stuck]" in said else turns) + "|", True)
 
     def encode(self, text: str, add_special_tokens: bool) -> Prompt:
+        if "[panic]" in text:
+            raise PanicException("byte index 1 is not a char boundary")
         return Prompt(tuple(text.encode()) if add_special_tokens else (0, *text.encode()))
 
     def prompt_of(self, tokens: Sequence[int]) -> Prompt:
@@ -135,7 +180,7 @@ class PaperText:
 
         def watch(token: int) -> bool:
             stop.push(detokenizer.push(token))
-            return stop.met
+            return stop.met is not None
 
         return watch
 
@@ -164,12 +209,9 @@ class PaperCache:
     saves: int = 9
     refused_saves: Mapping[str, int] = field(default_factory=lambda: {"queue": 1})
     bad_files: int = 1
-    ram_entries: int = 8
-    ram_bytes: int = 800
-    ram_budget: int = 1000
-    disk_entries: int = 9
-    disk_bytes: int = 900
-    disk_budget: int = 2000
+    entries: Mapping[str, int] = field(default_factory=lambda: {"ram": 8, "disk": 9})
+    bytes: Mapping[str, int] = field(default_factory=lambda: {"ram": 800, "disk": 900})
+    budgets: Mapping[str, int] = field(default_factory=lambda: {"ram": 1000, "disk": 2000})
 
 
 @dataclass(frozen=True)
@@ -184,11 +226,13 @@ class PaperStatus:
     audits: int = 7
     audit_mismatches: int = 1
     broken: str | None = None
+    degraded: str | None = None
+    draining: bool = False
     cache: PaperCache = field(default_factory=PaperCache)
     work: dict[str, int] = field(
         default_factory=lambda: {
             "step:recorded": 70,
-            "experts:ring and cpu": 40,
+            "experts:cache and cpu": 40,
             "pages:out": 5,
             "slabs:late": 6,
             "swaps:": 2,
@@ -210,12 +254,14 @@ class PaperEngine:
     [silent]  nothing at all until cancelled
     [lost]    three tokens, then StageLost; [bug] the same with an error nobody foresaw
     [ended]   three tokens, then the engine itself ends it as cancelled
+    [panic]   the tokenizer panics, as its library does: not by an Exception
     [full]    refused: the queue is full; [long] refused: too long; [stopping] refused once it is in the background
     """
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.finished: dict[str, Finished] = {}
+        self.kept: list[tuple[tuple[int, ...], float, str]] = []
         self.submitted = threading.Semaphore(0)
         self.cancelled: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._live: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
@@ -236,6 +282,9 @@ class PaperEngine:
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.put(request_id)
+
+    def keep(self, prompt: Prompt, seconds: float, namespace: str) -> None:
+        self.kept.append((prompt.marks, seconds, namespace))
 
     def status(self) -> PaperStatus:
         return PaperStatus()
@@ -296,6 +345,7 @@ class PaperEngine:
             count + (stop_token is not None),
             cache,
             Timings(queued=0.001, prefill=0.25, decode=0.5),
+            DraftReport("lookup", None, blocks=4, proposed=20, accepted=9),
         )
         self.finished[request.id] = finished
         yield finished
@@ -309,13 +359,24 @@ def cache_of(request: Request) -> CacheReport:
     length = len(request.prompt.tokens)
     ram, disk = length // 2, length // 4
     divergence = Divergence(position=ram + disk, ours=ord("a"), seen=None)
-    return CacheReport(ram, disk, length - ram - disk, 5, "the prompt leaves what was seen", divergence)
+    return CacheReport(
+        {"ram": ram, "disk": disk}, length - ram - disk, 5, "the prompt leaves what was seen", divergence
+    )
 
 
 class LiveServer(uvicorn.Server):
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, *bounds: Any) -> None:
+        http = guarded_protocol(*bounds)
         super().__init__(
-            uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                app,
+                host="127.0.0.1",
+                port=0,
+                log_level="warning",
+                timeout_graceful_shutdown=1,
+                timeout_keep_alive=60,
+                http=http,
+            )
         )
         self.ready = threading.Event()
 
@@ -326,6 +387,28 @@ class LiveServer(uvicorn.Server):
     @property
     def port(self) -> int:
         return self.servers[0].sockets[0].getsockname()[1]
+
+
+class PaperSource:
+    """A model that is loaded as soon as it may, and needs no memory."""
+
+    def __init__(self, engine: Any, text: Any, settings: Settings) -> None:
+        self.settings = settings
+        self.may_load = threading.Event()
+        self.may_load.set()
+        self._model = ServedModel(engine, text, settings)
+
+    def fits_beside(self, others: list[Any]) -> bool:
+        return True
+
+    def load(self, others: list[Any]) -> ServedModel:
+        assert self.may_load.wait(PATIENCE)
+        return self._model
+
+    def reason(self, error: Exception) -> str:
+        return str(error)
+
+    def tidy(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -348,10 +431,26 @@ class House:
 
 
 @contextmanager
-def open_house(**settings: Any) -> Iterator[House]:
+def open_house(
+    connections: int = 512,
+    header_seconds: float = 15.0,
+    unread_seconds: float = 60.0,
+    dialects: Sequence[Any] = DIALECTS,
+    others: Sequence[Any] = (),
+    **settings: Any,
+) -> Iterator[House]:
     engine, text = PaperEngine(), PaperText()
-    given = {"models": ("paper-9b", "org/alias"), "context": CONTEXT, "fingerprint": "abcdef0123456789", **settings}
-    server = LiveServer(create_app(engine, text, Settings(**given)))
+    guard = Guard(**{each.name: settings.pop(each.name) for each in fields(Guard) if each.name in settings})
+    given = {
+        "models": ("paper-9b", "org/alias"),
+        "context": CONTEXT,
+        "fingerprint": "abcdef0123456789",
+        "facts": ModelFacts(template=PaperText.template_source),
+        **settings,
+    }
+    models = ModelHost([PaperSource(engine, text, Settings(**given)), *others]).start()
+    app = create_app(models, guard, dialects)
+    server = LiveServer(app, connections, header_seconds, unread_seconds)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert server.ready.wait(PATIENCE), "the server did not start"
@@ -382,3 +481,14 @@ def fresh_house() -> Iterator[Callable[..., House]]:
     yield open_one
     for context in opened:
         context.__exit__(None, None, None)
+
+
+@pytest.fixture
+def late_model() -> Iterator[PaperSource]:
+    """A second model of a house, which is not loaded before it may be."""
+    engine = PaperEngine()
+    source = PaperSource(engine, PaperText(), Settings(models=("late",), context=CONTEXT))
+    source.may_load.clear()
+    yield source
+    source.may_load.set()
+    engine.stop()

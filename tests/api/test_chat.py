@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from rekindle.api.cards import CAUTIOUS
+
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say(Hé 🙂!)"}]
 
 
@@ -52,12 +54,21 @@ def test_usage_and_report_are_the_engines_numbers(house):
     assert answer.usage.prompt_tokens_details.cached_tokens == finished.cache.restored
     report = answer.model_extra["rekindle"]
     assert report == {
-        "restored": {"ram": finished.cache.restored_ram, "disk": finished.cache.restored_disk},
+        "restored": finished.cache.restored_from,
         "computed": finished.cache.computed,
         "published": 5,
         "sparse": False,
-        "miss": "the prompt leaves what was seen",
-        "divergence": {"position": finished.cache.restored, "ours": {"token": 97, "text": "a"}, "seen": None},
+        "miss": f"no snapshot reaches further into the prompt than position {finished.cache.restored}",
+        "divergence": None,
+        "draft": {
+            "drafter": "lookup",
+            "off": None,
+            "blocks": 4,
+            "proposed": 20,
+            "accepted": 9,
+            "mean_accepted": 2.25,
+            "cold_from": None,
+        },
         "timings_ms": {"queued": 1.0, "prefill": 250.0, "decode": 500.0},
         "max_tokens": house.engine.requests[-1].max_tokens,
         "seed": house.engine.requests[-1].sampling.seed,
@@ -134,7 +145,7 @@ def test_null_fields_are_absent_fields(house):
     names = ["temperature", "top_p", "top_k", "stop", "logit_bias", "n", "seed", "tools", "response_format", "logprobs"]
     response = httpx.post(house.url + "/v1/chat/completions", json={"messages": ASK, **dict.fromkeys(names)})
     assert response.status_code == 200
-    assert house.engine.requests[-1].sampling.temperature == 1.0
+    assert house.engine.requests[-1].sampling.temperature == CAUTIOUS.temperature
 
 
 def test_requests_without_a_seed_get_different_ones_and_are_told(house):
@@ -251,7 +262,7 @@ def test_template_sees_messages_and_tools_as_sent(house):
     assert seen["messages"] == messages
     assert json.dumps(seen["tools"]) == json.dumps(tools), "the order of keys is the client's"
     assert (seen["generate"], seen["enable_thinking"], seen["tool_choice"], seen["x"]) == (False, False, "required", 1)
-    assert answer["rekindle"]["ignored_fields"] == ["tool_choice"]
+    assert answer["rekindle"]["ignored_fields"] == []
 
 
 def test_fields_without_effect_are_named_and_harmless_ones_are_not(house):
@@ -262,15 +273,17 @@ def test_fields_without_effect_are_named_and_harmless_ones_are_not(house):
         "service_tier": "auto",
         "parallel_tool_calls": True,
     }
-    novel = {"temprature": 0.1, "reasoning_effort": "high", "stream_options": {"chatty": True}}
+    novel = {"temprature": 0.1, "reasoning": "high", "stream_options": {"chatty": True}}
     body = {"messages": ASK, "response_format": {"type": "text"}, **harmless, **novel}
     answer = httpx.post(house.url + "/v1/chat/completions", json=body).json()
-    assert answer["rekindle"]["ignored_fields"] == ["temprature", "reasoning_effort", "stream_options.chatty"]
+    assert answer["rekindle"]["ignored_fields"] == ["temprature", "reasoning", "stream_options.chatty"]
 
 
 def test_half_a_surrogate_pair_does_not_refuse_the_conversation(house):
     body = b'{"messages": [{"role": "user", "content": "cut \\ud83d"}, {"role": "user", "content": "\\ud83d\\ude42"}]}'
-    response = httpx.post(house.url + "/v1/chat/completions", content=body)
+    response = httpx.post(
+        house.url + "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+    )
     assert response.status_code == 200
     assert [m["content"] for m in house.text.rendered[-1]["messages"]] == ["cut \ufffd", "🙂"]
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from rekindle.api.errors import fault_of
-from rekindle.errors import CrewLost
+from rekindle.errors import CpuExpertsLost
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 TEXT = {"prompt": "x"}
@@ -66,8 +66,17 @@ SHARED = [
     ("logit_bias", {"word": 1}),
     ("logit_bias", {"5": 101}),
     ("logit_bias", {"260": 1}),
-    ("response_format", {"type": "json_object"}),
-    ("response_format", {"type": "json_schema", "json_schema": {}}),
+    ("response_format.type", {"response_format": {"type": "yaml"}}),
+    ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
+    ("response_format.json_schema.schema", {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}),
+    ("structured_outputs", {"structured_outputs": {}}),
+    ("structured_outputs", {"structured_outputs": {"regex": "a", "choice": ["a"]}}),
+    ("structured_outputs", {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}),
+    ("structured_outputs.choice", {"structured_outputs": {"choice": []}}),
+    ("structured_outputs.regex", {"structured_outputs": {"regex": "(?=a)b"}}),
+    ("structured_outputs.grammar", {"structured_outputs": {"grammar": 'start: "a'}}),
+    ("structured_outputs.json", {"structured_outputs": {"json": {"type": "integer", "minimum": 2, "maximum": 1}}}),
+    ("ignore_eos", {"structured_outputs": {"regex": "a+"}, "ignore_eos": True}),
     ("return_token_ids", 1),
 ]
 CHAT_ONLY = [
@@ -91,6 +100,9 @@ CHAT_ONLY = [
     ("tools[0].function", {"tools": [{"type": "function"}]}),
     ("tool_choice", 5),
     ("tool_choice", "sometimes"),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "g"}}),
+    ("tool_choice", {"type": "function"}),
     ("enable_thinking", "yes"),
     ("add_generation_prompt", 1),
     ("chat_template_kwargs", []),
@@ -197,20 +209,34 @@ def test_an_error_in_an_open_stream_is_an_event_and_then_done(house, mark, code)
         b'{"prompt": "\xff"}',
         b'{"prompt": NaN}',
         b"[" * 100_000,
-        b'{"a": 1' + b"0" * 5000 + b"}",
+        b'{"prompt": "x", "seed": 1' + b"0" * 5000 + b"}",
     ],
 )
 def test_malformed_json_is_refused(house, body):
-    assert "JSON" in error_of(httpx.post(house.url + "/v1/completions", content=body), 400)["message"]
+    assert (
+        "JSON"
+        in error_of(
+            httpx.post(house.url + "/v1/completions", content=body, headers={"content-type": "application/json"}), 400
+        )["message"]
+    )
 
 
 @pytest.mark.parametrize("body", [b"[]", b"null", b'"x"', b"5"])
 def test_a_body_that_is_no_object_is_refused(house, body):
-    assert "object" in error_of(httpx.post(house.url + "/v1/completions", content=body), 400)["message"]
+    assert (
+        "object"
+        in error_of(
+            httpx.post(house.url + "/v1/completions", content=body, headers={"content-type": "application/json"}), 400
+        )["message"]
+    )
 
 
 def test_a_number_beyond_floats_is_refused(house):
-    response = httpx.post(house.url + "/v1/completions", content=b'{"prompt": "x", "temperature": 1e999}')
+    response = httpx.post(
+        house.url + "/v1/completions",
+        content=b'{"prompt": "x", "temperature": 1e999}',
+        headers={"content-type": "application/json"},
+    )
     assert error_of(response, 400)["param"] == "temperature"
 
 
@@ -230,7 +256,7 @@ def test_one_refused_answer_calls_the_others_back(house):
     assert {house.engine.cancelled.get(timeout=5) for _ in range(2)} == submitted
 
 
-def test_a_lost_crew_is_told_to_the_client_in_its_own_words() -> None:
-    fault = fault_of(CrewLost("the threads did not answer; restart the server"))
-    assert (fault.status, fault.code) == (503, "crew_lost")
+def test_lost_cpu_experts_have_an_error_code_of_their_own() -> None:
+    fault = fault_of(CpuExpertsLost("the threads did not answer; restart the server"))
+    assert (fault.status, fault.code) == (503, "cpu_experts_lost")
     assert fault.message == "the threads did not answer; restart the server"

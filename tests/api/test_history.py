@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rekindle.api.keys import Client, Keys
 from rekindle.engine.types import Request
 
 END = 256  # the paper model's stop token
@@ -30,9 +31,10 @@ def quiet_house(fresh_house: Callable[..., House]) -> Callable[..., House]:
     return open_one
 
 
-def ask(house: House, question: str, **fields: Any) -> dict[str, Any]:
+def ask(house: House, question: str, key: str = "none", **fields: Any) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": question}], **fields}
-    response = httpx.post(f"{house.url}/v1/chat/completions", json=body, timeout=PATIENCE)
+    headers = {"Authorization": f"Bearer {key}"}
+    response = httpx.post(f"{house.url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE)
     assert response.status_code == 200, response.text
     return response.json() if not fields.get("stream") else {}
 
@@ -43,10 +45,11 @@ def submitted(house: House) -> Request:
     return house.engine.requests[-1 - house.engine.submitted._value]
 
 
-def wait_for_outcome(house: House, outcome: str) -> None:
+def wait_for_outcome(house: House, outcome: str, key: str = "none") -> None:
+    headers = {"Authorization": f"Bearer {key}"}
     deadline = time.monotonic() + PATIENCE
     line = f'rekindle_preparations_total{{outcome="{outcome}"}} 1.0'
-    while line not in (page := httpx.get(f"{house.url}/metrics").text):
+    while line not in (page := httpx.get(f"{house.url}/metrics", headers=headers).text):
         assert time.monotonic() < deadline, [it for it in page.splitlines() if "preparations" in it]
 
 
@@ -73,6 +76,13 @@ def test_after_an_answer_the_prompt_that_comes_next_is_prepared(
     assert bytes(prepared.prompt.tokens).decode() == "user:[dropped] say(Hello there!)|assistant:…|"
     assert (prepared.background, prepared.max_tokens) == (True, 0)
     wait_for_outcome(house, "prepared")
+
+
+def test_the_state_that_is_prepared_lies_in_the_name_space_of_its_client(quiet_house: Callable[..., House]) -> None:
+    house = quiet_house(keys=Keys({"bob's long secret": Client("bob", "team")}))
+    ask(house, "[dropped] say(Hello there!)", key="bob's long secret")
+    assert [submitted(house).namespace for _ in range(2)] == ["team", "team"]
+    wait_for_outcome(house, "prepared", key="bob's long secret")
 
 
 def test_a_few_tokens_behind_the_answers_own_state_are_not_prepared(quiet_house: Callable[..., House]) -> None:

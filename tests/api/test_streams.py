@@ -12,11 +12,20 @@ import openai
 import pytest
 
 
+def head_of(path: str, data: bytes) -> bytes:
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
 def open_request(house: Any, path: str, body: dict[str, Any]) -> socket.socket:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", house.port), timeout=20)
-    connection.sendall(head.encode() + data)
+    connection.sendall(head_of(path, data) + data)
     return connection
 
 
@@ -74,9 +83,7 @@ def test_a_slow_reader_gets_the_whole_answer_in_fewer_events(fresh_house):
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", house.port))
     data = json.dumps({"prompt": f"say({text})", "stream": True, "model": "m" * 2000}).encode()
-    connection.sendall(
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-    )
+    connection.sendall(head_of("/v1/completions", data) + data)
     connection.settimeout(20)
     assert house.engine.submitted.acquire(timeout=20)
     probe = house.client().completions.create(model="m", prompt=f"say({text})")  # as long, so the first is done too

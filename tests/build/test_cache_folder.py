@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from rekindle.build import build_engine, open_model, plan_model
-from rekindle.build.engine import _about, _state_identity, _traits
+from rekindle.build import build_engine, open_model, plan_model, prefix_cache
 from rekindle.build.model import Model
+from rekindle.build.prefix_cache import about, state_identity
 from rekindle.config import Config
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling
 from rekindle.placement import Device, Machine
 from rekindle.prompt import Prompt
+from rekindle.spec import Span
 
 
 def answer_once(model: Path, folder: Path, kv_type: str) -> None:
@@ -30,7 +31,7 @@ def answer_once(model: Path, folder: Path, kv_type: str) -> None:
         if isinstance(event, Finished | Failed):
             ended.set()
 
-    built.door.submit(Request("one", Prompt(tuple(range(70))), Sampling(), 1, frozenset(), sink=note))
+    built.entry.submit(Request("one", Prompt(tuple(range(70))), Sampling(), 1, frozenset(), sink=note))
     assert ended.wait(60)
     built.stop()
 
@@ -60,7 +61,7 @@ def test_a_start_under_another_setting_says_what_lies_in_the_folder(
 def traits_of(model: Model, pages: int = 16, **settings: Any) -> Any:
     machine = Machine((Device("cpu", "cpu", 4 << 30, host=True),), 8 << 30)
     plan = plan_model(Config(sequences=1, context=4096, **settings), model, machine)
-    return _traits(model, replace(plan, stages=(replace(plan.stage(0), pool_pages=pages),)))
+    return prefix_cache.traits_of(model, replace(plan, stages=(replace(plan.stage(0), pool_pages=pages),)))
 
 
 def test_what_decides_over_a_snapshot_is_in_its_key_and_in_the_words_for_it(
@@ -74,22 +75,38 @@ def test_what_decides_over_a_snapshot_is_in_its_key_and_in_the_words_for_it(
             *exact,
             sparse,
             {**sparse, "kv_policy": "lru"},
-            {**sparse, "grid": 256},
             {**sparse, "pages": 8},
         ]
     ]
-    monkeypatch.setattr("rekindle.build.engine.LEAD", 9)
+    monkeypatch.setattr("rekindle.build.prefix_cache.LEAD", 9)
     found.append(traits_of(model, **sparse))
-    assert len({_state_identity(traits) for traits in found}) == len(found)
-    assert len({str(_about(traits)) for traits in found}) == len(found)
+    assert len({state_identity(traits) for traits in found}) == len(found)
+    assert len({str(about(traits)) for traits in found}) == len(found)
     assert traits_of(model, pages=8) == found[0], "pools and leads decide nothing where all is attended"
+    chunks = [traits_of(model, **sparse, grid=grid) for grid in (256, 512)]
+    assert chunks[0] == chunks[1], "what a row attends does not depend on chunks"
+
+
+def test_a_sparse_snapshot_is_found_on_another_split(golden: Path) -> None:
+    model = open_model(golden / "tiny-qwen35-Q4_K_M.gguf")
+    machine = Machine((Device("cpu", "cpu", 4 << 30, host=True),), 8 << 30)
+    plan = plan_model(Config(sequences=1, context=4096, kv_mode="sparse"), model, machine)
+    splits = [((Span(0, 8), 16),), ((Span(0, 4), 20), (Span(4, 8), 16))]
+    here, there = (
+        prefix_cache.traits_of(
+            model, replace(plan, stages=tuple(replace(plan.stage(0), span=s, pool_pages=n) for s, n in split))
+        )
+        for split in splits
+    )
+    assert state_identity(here) == state_identity(there)
+    assert about(here) == about(there)
 
 
 def test_folders_of_earlier_versions_are_known(golden: Path) -> None:
     model = open_model(golden / "tiny-qwen35-Q4_K_M.gguf")
     key = f"{model.file.fingerprint()} f32 4"
-    assert _state_identity(traits_of(model)) == blake3(key.encode()).hexdigest()
+    assert state_identity(traits_of(model)) == blake3(key.encode()).hexdigest()
     assert (
-        _state_identity(traits_of(model, kv_mode="sparse"))
-        == blake3(f"{key} sparse qk 512 8 [0, 8):16".encode()).hexdigest()
+        state_identity(traits_of(model, kv_mode="sparse"))
+        == blake3(f"{key} sparse qk 8 16 pages by layer".encode()).hexdigest()
     )

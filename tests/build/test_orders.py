@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 
 from rekindle.batch import Batch, Segment
 from rekindle.bench.synth import write_synthetic
-from rekindle.build.shards import StageOrder, arguments, load_stage, stage_orders
+from rekindle.build.shards import arguments
 from rekindle.build.sizes import loaded_sizes
+from rekindle.build.stage import StageConfig, load_stage, stage_configs
 from rekindle.cli import app
 from rekindle.kernels.matmul.scratch import Scratch, _current
-from rekindle.models.model import ModelSpan
+from rekindle.layers.span import ModelSpan
 from rekindle.placement import Device, Machine, Wishes, make_plan, sizes_from_tensors
 from rekindle.weights import WeightFile, open_weights
 
@@ -29,26 +30,25 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> WeightFile:
 
 
 @pytest.fixture
-def orders(file: WeightFile) -> list[StageOrder]:
+def orders(file: WeightFile) -> list[StageConfig]:
     machine = Machine((Device("cpu", "cpu", 8 << 30, host=True),), 8 << 30)
     sizes = sizes_from_tensors(file.spec, {name: (info.shape, info.nbytes) for name, info in file.tensors.items()})
     wishes = Wishes(1024, sequences=2, kv_type="f32", rewind_rows=ROWS, compute_bytes=4)
-    return stage_orders(make_plan(machine, file.spec, sizes, wishes), torch.float32)
+    return stage_configs(make_plan(machine, file.spec, sizes, wishes), "float32")
 
 
-def test_blocks_that_the_plan_makes_room_for_have_it_in_the_stage(file: WeightFile, orders: list[StageOrder]) -> None:
+def test_blocks_that_the_plan_makes_room_for_have_it_in_the_stage(file: WeightFile, orders: list[StageConfig]) -> None:
     assert [order.rewind_rows for order in orders] == [ROWS]
     stage = load_stage(file, orders[0])
-    assert stage._kept_rows == ROWS
-    assert stage._reader._open_pages == 2  # a block may lie across a page's edge
+    assert stage._state._block_rows == ROWS
 
 
 def test_a_shard_is_given_the_very_orders_of_the_plan(
-    file: WeightFile, orders: list[StageOrder], monkeypatch: pytest.MonkeyPatch
+    file: WeightFile, orders: list[StageConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = list[StageOrder]()
+    given = list[StageConfig]()
 
-    def note(_model: Path, orders: Sequence[StageOrder], *_: object) -> None:
+    def note(_model: Path, orders: Sequence[StageConfig], *_: object) -> None:
         given.extend(orders)
 
     monkeypatch.setattr("rekindle.cli.shard.host_shard", note)
@@ -58,7 +58,7 @@ def test_a_shard_is_given_the_very_orders_of_the_plan(
 
 
 def test_a_stage_expands_weights_into_one_buffer_as_large_as_the_plan_says(
-    file: WeightFile, orders: list[StageOrder], monkeypatch: pytest.MonkeyPatch
+    file: WeightFile, orders: list[StageConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = load_stage(file, orders[0])
     sizes = loaded_sizes(file, torch.float32)
@@ -67,9 +67,9 @@ def test_a_stage_expands_weights_into_one_buffer_as_large_as_the_plan_says(
     assert 0 < planned == stage.scratch.values * torch.float32.itemsize
     run, given = ModelSpan.run, list[Scratch | None]()
 
-    def note(*args: Any) -> torch.Tensor:
+    def note(*args: Any, **fields: Any) -> Any:
         given.append(_current.given)
-        return run(*args)
+        return run(*args, **fields)
 
     monkeypatch.setattr(ModelSpan, "run", note)
     stage.forward(Batch((Segment(0, 0, (1, 2, 3)),)), None)

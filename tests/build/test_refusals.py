@@ -11,15 +11,15 @@ from typer.testing import CliRunner
 
 from rekindle.build import build_engine, make_machine, open_model
 from rekindle.cli import app
-from rekindle.cli.generate import told_apart
-from rekindle.cli.serve import _listen
+from rekindle.cli.generate import split_arguments
+from rekindle.cli.server import listen
 from rekindle.config import Config, parse_shards
 from rekindle.errors import BadConfig
 
 
 def test_a_port_that_no_machine_has_is_refused() -> None:
     with pytest.raises(BadConfig, match="--port 99999: a port is a number up to 65535"):
-        _listen("127.0.0.1", 99999)
+        listen("127.0.0.1", 99999)
 
 
 def test_a_cache_folder_that_cannot_be_made_is_refused_before_the_model_is_opened(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def plan_of(golden: Path, *arguments: str) -> Any:
 
 def test_the_ram_that_a_refused_plan_names_is_enough_when_it_is_given(golden: Path) -> None:
     refused = str(plan_of(golden, "--devices", "cpu", "--ram", "2MiB").exception)
-    assert "weights become float32 on a CPU" in refused
+    assert "weights stay quantised" in refused
     assert refused.endswith("; for a GPU give --vram")
     least = refused.split("at least ")[1].split(" (")[0].replace(" ", "")
     assert "KV pool" in plan_of(golden, "--devices", "cpu", "--ram", least).output
@@ -151,6 +151,6 @@ def test_a_model_that_is_not_there_is_never_taken_for_a_prompt(name: str) -> Non
     "prompt", ["What does a // b do?", "Hello", "and/or", "1/2+1/3=?", "What is foo.gguf", "/ or \\ ?", "long " * 1000]
 )
 def test_a_single_argument_that_is_no_file_is_the_prompt_as_it_was_written(prompt: str) -> None:
-    assert told_apart(prompt, None) == (None, prompt)
-    assert told_apart("nosuch.gguf", prompt) == (Path("nosuch.gguf"), prompt)
-    assert told_apart(None, None) == (None, None)
+    assert split_arguments(prompt, None) == (None, prompt)
+    assert split_arguments("nosuch.gguf", prompt) == (Path("nosuch.gguf"), prompt)
+    assert split_arguments(None, None) == (None, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rekindle.build import StageOrder, choose_types, open_model, plan_model
+from rekindle.build import StageConfig, choose_types, open_model, plan_model
 from rekindle.build.sizes import loaded_sizes
 from rekindle.cli import app
 from rekindle.config import Config
 from rekindle.errors import BadConfig
-from rekindle.models import load_span
-from rekindle.models.embedding import HostEmbedding
+from rekindle.kernels import native
+from rekindle.layers import load_span
+from rekindle.layers.embedding import HostEmbedding
 from rekindle.placement import Device, Machine
 from rekindle.placement.units import gib
 from rekindle.weights import TensorInfo
@@ -66,9 +68,9 @@ def test_what_the_user_says_stands() -> None:
 
 
 def test_a_shard_started_by_hand_chooses_as_its_head_does(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = list[StageOrder]()
+    given = list[StageConfig]()
 
-    def note(_model: Path, orders: Sequence[StageOrder], *_: object) -> None:
+    def note(_model: Path, orders: Sequence[StageConfig], *_: object) -> None:
         given.extend(orders)
 
     monkeypatch.setattr("rekindle.cli.shard.host_shard", note)
@@ -79,7 +81,8 @@ def test_a_shard_started_by_hand_chooses_as_its_head_does(golden: Path, monkeypa
     assert [(order.dtype, order.kv_type) for order in given] == [("float32", "f16"), ("bfloat16", "bf16")]
 
 
-def test_the_plan_counts_float16_weights_as_a_gpu_keeps_them(golden: Path) -> None:
+def test_the_plan_counts_float16_weights_as_a_gpu_keeps_them(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)  # a CPU then expands them
     model = open_model(golden / "tiny-qwen35-f16.gguf")
     matrices = [info for info in model.file.tensors.values() if info.type == "F16" and info.name.startswith("blk.0.")]
     on_gpu = loaded_sizes(model.file, torch.float32)
@@ -99,25 +102,35 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
     elif is_dataclass(value):
         for each in fields(value):
-            if each.name not in ("frequencies", "then"):  # made by the code, not a weight; a weight of another block
+            if each.name not in (
+                "frequencies",
+                "prefetch",
+            ):  # made by the code; a weight of another block
                 yield from _tensors(getattr(value, each.name))
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen35-Q4_K_M", "tiny-qwen35moe-Q4_K_M"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kernels", ["", "off"])
 def test_on_a_cpu_the_plan_counts_what_loading_takes_and_says_what_weights_become(
-    golden: Path, name: str, dtype: str
+    golden: Path, name: str, dtype: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(native.SWITCH, kernels)
+    monkeypatch.setattr(native, "library", cache(native.library.__wrapped__))
     model, cpu = open_model(golden / f"{name}.gguf"), Device("cpu", "cpu", 4 * GIB, host=True)
     plan = plan_model(Config(sequences=1, context=1024, dtype=dtype), model, Machine((cpu,), 8 * GIB))
     loaded = load_span(model.file, model.spec.whole, torch.device("cpu"), getattr(torch, dtype))
     taken = sum(tensor.nbytes for tensor in _tensors((loaded.layers, loaded.head)))
     names = ("mixers", "dense ffn", "routers and shared experts", "hot experts", "final norm", "head")
     assert sum(map(plan.stage(0).bytes_of, names)) == taken
-    (mapped,) = (item.bytes for item in plan.host_items if item.name == "embedding rows (mapped)")
+    (mapped,) = (item.bytes for item in plan.host_items if item.name == "embedding rows (as stored)")
     assert isinstance(loaded.embedding, HostEmbedding)
     assert mapped == loaded.embedding.raw.nbytes
     said = f"weights become {dtype} on a CPU, {gib(taken + mapped)} instead of "
+    if not kernels:
+        said = f"weights stay quantised, {gib(taken + mapped)}"
+        tied = model.file.tensors["token_embd.weight"].nbytes if model.spec.tied else 0
+        assert taken + mapped <= 1.2 * (model.file.path.stat().st_size + tied)
     assert any(said in reason for reason in plan.reasons)
     on_gpu = plan_model(Config(sequences=1, context=1024), model, Machine((Device("cuda:0", "cuda", 4 * GIB),), GIB))
     assert not any("weights become" in reason for reason in on_gpu.reasons)

@@ -32,12 +32,12 @@ def test_a_list_shows_the_latest_of_every_model_and_says_how_many_it_leaves_out(
 ) -> None:
     found = [info(number, "big") for number in range(count)] + [info(99, "small")]
     monkeypatch.setattr(cache, "list_snapshots", lambda folder: found)
-    short, whole = run("list", tmp_path), run("list", tmp_path, "--all")
+    short, whole = run("list", "--cache-dir", tmp_path), run("list", "--cache-dir", tmp_path, "--all")
     assert len(re.findall("^0000", short, re.MULTILINE)) == count - left_out + 1
     assert len(re.findall("^0000", whole, re.MULTILINE)) == count + 1
     assert ("and 5 that were used before these; --all lists them" in short) == bool(left_out)
     assert "--all" not in whole
-    assert len(json.loads(run("list", tmp_path, "--json"))) == count + 1
+    assert len(json.loads(run("list", "--cache-dir", tmp_path, "--json"))) == count + 1
     assert all(f"{count + 1} snapshots, {count + 1}.0 MiB" in text for text in (short, whole))
 
 
@@ -78,7 +78,7 @@ def test_a_snapshot_of_a_large_model_is_shown_on_one_screen_or_with_nothing_left
 ) -> None:
     manifest = manifest_of_a_large_model()
     monkeypatch.setattr(cache, "show_snapshot", lambda folder, id: manifest)
-    lines = run("show", tmp_path, "ab").splitlines()
+    lines = run("show", "ab", "--cache-dir", tmp_path).splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
     shown = [" ".join(line.split()) for line in lines]
@@ -91,8 +91,8 @@ def test_a_snapshot_of_a_large_model_is_shown_on_one_screen_or_with_nothing_left
         "logits float32 [512], 2.0 KiB",
     ):
         assert line in shown
-    assert json.loads(run("show", tmp_path, "ab", "--json")) == manifest
+    assert json.loads(run("show", "ab", "--json", "--cache-dir", tmp_path)) == manifest
 
 
 def test_a_folder_without_snapshots_is_said_to_have_none(tmp_path: Path) -> None:
-    assert f"{tmp_path} has no snapshots" in run("list", tmp_path)
+    assert f"{tmp_path} has no snapshots" in run("list", "--cache-dir", tmp_path)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from rekindle.build import Built, build_app, build_engine
+from rekindle.api import Guard, ModelHost, create_app
+from rekindle.build import Built, Preset, TextOptions, make_sources
 from rekindle.config import Config
 
 PATIENCE = 60.0  # seconds for what must happen
@@ -28,9 +29,9 @@ QUESTIONS = [
 class House:
     """One server over one engine, and a conversation with it."""
 
-    def __init__(self, built: Built, **switches: bool) -> None:
+    def __init__(self, built: Built, host: ModelHost) -> None:
         self.built = built
-        self.client = TestClient(build_app(built, **switches))
+        self.client = TestClient(create_app(host, Guard()))
         self.prepared = 0
         self.spelled_unusually = False
 
@@ -41,8 +42,9 @@ class House:
         body = {"messages": messages, "max_tokens": 40, "seed": len(messages), "logit_bias": {str(closing): 4.5}}
         answer = self.client.post("/v1/chat/completions", json={**body, "return_token_ids": True}).json()
         choice = answer["choices"][0]
-        messages.append({"role": "assistant", "content": choice["message"]["content"]})
-        kept = choice["message"]["content"].rpartition("</think>")[2]
+        given = choice["message"]
+        messages.append({name: given[name] for name in ("role", "content", "reasoning_content") if name in given})
+        kept = given["content"]
         encoded = self.built.model.tokenizer.encode(kept)
         self.spelled_unusually |= choice["token_ids"][-len(encoded) :] != encoded
         return answer["rekindle"]
@@ -70,14 +72,16 @@ def open_house(golden: Path, cache: Path | None = None, **switches: bool) -> Ite
         cache_dir=cache,
         cache_disk=256 << 20,
     )
-    built = build_engine(config)
+    (source,) = make_sources([Preset(config)], TextOptions(**switches))
+    host = ModelHost([source]).start()
     try:
         # As a context manager the client keeps one event loop for all requests, as a server does.
-        house = House(built, **switches)
+        assert source.built is not None
+        house = House(source.built, host)
         with house.client:
             yield house
     finally:
-        built.engine.stop()
+        host.stop()
 
 
 def test_a_turn_computes_its_new_message_only_though_thinking_is_dropped(golden: Path, tmp_path: Path) -> None:
@@ -88,7 +92,7 @@ def test_a_turn_computes_its_new_message_only_though_thinking_is_dropped(golden:
             if turn:
                 assert report["computed"] <= house.length(question) + FRAME, report
             house.wait_until_prepared()
-        assert any("</think>" in message["content"] for message in messages), "there was thinking to drop"
+        assert any(message.get("reasoning_content") for message in messages), "there was thinking to drop"
         assert house.spelled_unusually, "and some answer whose ids are not those of its text"
     with open_house(golden, tmp_path) as house:
         report = house.ask(messages, QUESTIONS[3])

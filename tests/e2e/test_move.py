@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.answers import Answer
 
 from rekindle.build import Built, build_engine
 from rekindle.config import Config, parse_shards
-from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
+from rekindle.engine.types import Finished, Sampling
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
 from rekindle.shards import start_shard
 from rekindle.stages import LocalStage
@@ -40,29 +40,8 @@ def build(model: Path, devices: tuple[str, ...], shards: list[str], memory: list
     return build_engine(Config(model=model, devices=devices, shards=given, **{**wishes, **changes}))
 
 
-class Answer:
-    """One request under way; `at` is called when its fifth token comes."""
-
-    def __init__(self, built: Built, prompt: Prompt, at: Callable[[], None] = lambda: None) -> None:
-        self.tokens: list[int] = []
-        self.last: Event | None = None
-        self._at = at
-        self._done = threading.Event()
-        sampling = Sampling(temperature=0.8, seed=7)
-        built.engine.submit(Request(str(id(self)), prompt, sampling, LENGTH, frozenset(), sink=self._take))
-
-    def _take(self, event: Event) -> None:
-        if isinstance(event, Token):
-            self.tokens.append(event.token)
-            if len(self.tokens) == 5:
-                self._at()
-        elif isinstance(event, Finished | Failed):
-            self.last = event
-            self._done.set()
-
-    def wait(self) -> list[int]:
-        assert self._done.wait(60), "a request hangs"
-        return self.tokens
+def send(built: Built, prompt: Prompt, at_token: Callable[[int], object] | None = None) -> Answer:
+    return Answer(built.engine, prompt, Sampling(temperature=0.8, seed=7), at_token, max_tokens=LENGTH)
 
 
 def kill(built: Built) -> None:
@@ -71,7 +50,7 @@ def kill(built: Built) -> None:
 
 def undisturbed_run(model: Path) -> list[list[int]]:
     built = build(model, ("cpu",), [], [])
-    tokens = [Answer(built, prompt).wait() for prompt in PROMPTS]
+    tokens = [send(built, prompt).tokens for prompt in PROMPTS]
     built.stop()
     return tokens
 
@@ -83,12 +62,12 @@ def test_the_span_moves_to_a_neighbour_and_no_token_is_repeated_or_lost(
     model = golden / FILES[kind]
     undisturbed = undisturbed_run(model)
     built = build(model, devices, [f"a={only_once(model, tmp_path)}"], [])
-    first = Answer(built, PROMPTS[0], at=lambda: kill(built))
-    second = Answer(built, PROMPTS[1])
-    assert [first.wait(), second.wait()] == undisturbed
+    first = send(built, PROMPTS[0], at_token=lambda n: n == 5 and kill(built))
+    second = send(built, PROMPTS[1])
+    assert [first.tokens, second.tokens] == undisturbed
     assert all(isinstance(answer.last, Finished) for answer in (first, second))
     assert all(isinstance(stage, LocalStage) for stage in built.engine.pipeline.stages)
-    assert [Answer(built, prompt).wait() for prompt in PROMPTS] == undisturbed
+    assert [send(built, prompt).tokens for prompt in PROMPTS] == undisturbed
     assert built.engine.status().restored_tokens >= 2 * 100
     assert all(stage.pages().used == 0 for stage in built.engine.pipeline.stages)
     built.stop()
@@ -100,8 +79,8 @@ def test_a_shard_of_somebody_else_that_stays_away_is_replaced_too(golden: Path, 
     stage = f"--span 4:8 --device cpu --pages 64 --slots 4 --threads 1 --listen {endpoint}"
     far = start_shard(f"{sys.executable} -m rekindle.cli shard {model} {stage}".split(), endpoint, deadline=60)
     built = build(model, ("cpu", "cpu@far"), [f"far={endpoint}"], ["far=1GiB"], split="4,4")
-    before = Answer(built, PROMPTS[0]).wait()
+    before = send(built, PROMPTS[0]).tokens
     far.stop()
-    assert Answer(built, PROMPTS[0]).wait() == before
+    assert send(built, PROMPTS[0]).tokens == before
     assert isinstance(built.engine.pipeline.stages[1], LocalStage)
     built.stop()

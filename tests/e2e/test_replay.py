@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from support.forked import run_rekindle
 from typer.testing import CliRunner
 
-from rekindle.bench.replay import (
-    Row,
-    Seen,
+from rekindle.bench.conversations import (
     Sizes,
-    Total,
+    branching,
     edited,
     growing,
     own_session,
     prose,
+    raw,
     read_session,
+    stamped,
     subagents,
     thinking,
-    without_thinking,
 )
+from rekindle.bench.replay import Row, Seen, Total
 from rekindle.cli import app
 from rekindle.cli.replay import _show, _summary
 from rekindle.errors import BadConfig, RekindleError
-
-
-def rekindle(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from rekindle.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+from rekindle.prompt import common_length
 
 
 def test_the_tables_fit_a_line_of_80(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,28 +44,31 @@ def test_the_tables_fit_a_line_of_80(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_computed_tokens_are_those_never_seen_before_also_across_restarts(golden: Path) -> None:
-    done = rekindle(
+    names = ["growing", "thinking", "subagents", "edited", "recorded"]  # those that branch take longer prompts
+    done = run_rekindle(
         "replay",
         "--model",
         golden / "tiny-qwen35-Q4_K_M.gguf",
         "--turns",
-        "6",
+        "5",
         "--scale",
         "0.5",
         "--serve",
         "--threads 1",
         "--check",
+        *(f"--only={name}" for name in names),
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     conversations = json.loads(done.stdout.splitlines()[-1])["conversations"]
-    assert [c["conversation"] for c in conversations] == 2 * ["growing", "thinking", "subagents", "edited", "recorded"]
+    assert [c["conversation"] for c in conversations] == 2 * names
     for conversation in conversations:
         assert conversation["ratio"] <= conversation["goal"]
         assert conversation["disk"] > 0 or not conversation["restart"]
         for turn in conversation["turns"]:
             assert turn["ram"] + turn["disk"] + turn["computed"] == turn["sent"]
     after = [turn for c in conversations for turn in c["turns"] if turn["restarted"]]
-    assert len(after) == 5
+    assert len(after) == len(names)
     assert all(turn["disk"] > 0 for turn in after)
 
 
@@ -83,10 +81,12 @@ def test_a_running_server_is_replayed_without_restarts_and_its_cache_can_be_kept
         tmp_path / "chain.tar",
         tmp_path / "b",
     )
-    server = start_server(model, "--threads", "1", "--cache-dir", folder)
-    done = rekindle("replay", server.url, "--only", "growing", "--turns", "5", "--scale", "0.3")
-    assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout.splitlines()[-1])["conversations"]) == 1
+    server = start_server(model, "--threads", "1", "--grid", "64", "--cache-dir", folder)
+    some = ("--only", "growing", "--only", "raw", "--turns", "5", "--scale", "0.5")
+    done = run_rekindle("replay", server.url, *some, "--check", timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    appended, parted = json.loads(done.stdout.splitlines()[-1])["conversations"]
+    assert appended["ratio"] <= appended["goal"] and 1 < parted["ratio"] <= parted["goal"] == 1.15
     server.stop()
     listed = json.loads(cache("list", folder, "--json"))
     assert len(listed) >= 8
@@ -106,9 +106,9 @@ def test_a_running_server_is_replayed_without_restarts_and_its_cache_can_be_kept
         cache("list", tmp_path / "nowhere")
 
 
-def cache(*arguments: str | Path, status: int = 0) -> str:
+def cache(command: str, folder: Path, *arguments: str | Path, status: int = 0) -> str:
     """What `rekindle cache …` prints."""
-    done = CliRunner().invoke(app, ["cache", *map(str, arguments)])
+    done = CliRunner().invoke(app, ["cache", command, "--cache-dir", str(folder), *map(str, arguments)])
     if isinstance(done.exception, RekindleError):
         raise done.exception
     assert done.exit_code == status, done.output
@@ -117,10 +117,13 @@ def cache(*arguments: str | Path, status: int = 0) -> str:
 
 # -- the pieces -----------------------------------------------------------------------------------------------------
 
-SMALL = Sizes(system=20, turn=10, turns=6, answer=4)
+SMALL = Sizes(system=20, turn=10, turns=6, answer=4, document=40)
 
 
-def requests_of(script: Any, answers: str = "<think>hm</think>well") -> list[list[dict[str, Any]]]:
+ANSWER = {"role": "assistant", "content": "well", "reasoning_content": "hm"}
+
+
+def requests_of(script: Any, answers: dict[str, Any] = ANSWER) -> list[list[dict[str, Any]]]:
     script = script(SMALL, "seed")
     sent = [list(next(script))]
     while True:
@@ -149,9 +152,9 @@ def test_growing_conversations_only_append() -> None:
 
 
 def test_thinking_is_not_sent_back() -> None:
-    assert all("<think>" not in message["content"] for message in requests_of(thinking)[-1])
-    assert without_thinking("<think>a b</think>\n\nc") == "c"
-    assert without_thinking("12345678") == "78"
+    assert ANSWER in requests_of(growing)[-1]
+    assert ANSWER not in requests_of(thinking)[-1]
+    assert {"role": "assistant", "content": "well"} in requests_of(thinking)[-1]
 
 
 def test_subagents_share_the_system_prompt_and_nothing_else() -> None:
@@ -166,6 +169,17 @@ def test_an_early_message_is_edited_late() -> None:
     assert before[:3] == after[:3]
     assert before[3] != after[3]
     assert before[4:] == after[4 : len(before)]
+
+
+def test_three_prompts_part_in_the_middle_of_one_message_or_of_a_raw_text() -> None:
+    for texts in (
+        [messages[0]["content"] for messages in requests_of(branching)],
+        [messages[0]["content"] for messages in requests_of(stamped)],
+        list(raw(SMALL, "seed")),
+    ):
+        shared = min(common_length(list(one), list(other)) for one, other in pairwise(texts))
+        assert len(set(texts)) == 3
+        assert 0.3 * len(texts[0]) < shared < len(texts[0]), "not at the beginning, not at the end"
 
 
 def test_prose_is_the_same_for_the_same_seed() -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
+import soak_kill
+from typer.testing import CliRunner
 
-from rekindle.bench.replay import prose
+from rekindle.bench.conversations import prose
+from rekindle.cli import app
+from rekindle.kernels.native import SWITCH
 from rekindle.snapshots.tools import verify_snapshots
 
 SERVE = ("--context", "2048", "--sequences", "4", "--threads", "1")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +117,23 @@ def test_one_line_in_the_log_tells_what_became_of_each_request(start_server: Any
     assert f"restored {restored} from RAM and 0 from disk, computed {answer['rekindle']['computed']}," in log
 
 
-def soak_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("soak_kill", ROOT / "scripts" / "soak_kill.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["soak_kill"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_random_kills_under_load_leave_no_wrong_answer_and_no_unreadable_store(golden: Path) -> None:
-    tally = soak_script().soak(golden / "tiny-qwen35-Q4_K_M.gguf", kills=3, seed=1, patience=1.0)
+    tally = soak_kill.soak(golden / "tiny-qwen35-Q4_K_M.gguf", kills=3, seed=1, patience=1.0)
     assert (tally.kills, tally.wrong, tally.unreadable) == (3, 0, 0), json.dumps(vars(tally))
     assert tally.answers > 0
+
+
+def test_a_server_that_is_told_nothing_keeps_snapshots_in_the_user_s_folder_and_the_commands_find_them(
+    start_server: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path), SWITCH: "off"}  # no kernels to compile anew
+    server = start_server(model, *SERVE, environment=environment)
+    (answer,) = talk(server, opening(), range(1))
+    server.stop()
+    server.finish_reading()
+    assert "of RAM and" in (said := " ".join("".join(server.output).split())) and "of disk; one takes" in said
+    assert answer["rekindle"]["published"] > 0 and "not_published" not in answer["rekindle"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    listed = CliRunner().invoke(app, ["cache", "list", "--json"])
+    assert answer["rekindle"]["published"] in {each["position"] for each in json.loads(listed.stdout)}
+    assert CliRunner().invoke(app, ["cache", "verify"]).exit_code == 0

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.answers import Answer
 
-from rekindle.build import Built, StageOrder, build_engine
-from rekindle.build.shards import Shards, load_stage
+from rekindle.build import Built, StageConfig, build_engine
+from rekindle.build.shards import Shards
+from rekindle.build.stage import load_stage
 from rekindle.config import Config, parse_shards
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.router import Router
-from rekindle.engine.types import CacheReport, Event, Failed, Finished, Request, Sampling, Token
+from rekindle.engine.types import CacheReport, Sampling
 from rekindle.errors import BadConfig, LinkRefused, StageLost
-from rekindle.prefix import PrefixCache
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
 from rekindle.shards import keygen, start_shard
 from rekindle.snapshots.disk import DiskStore
@@ -46,42 +47,15 @@ def build(model: Path, devices: tuple[str, ...], cache_dir: Path | None = None, 
     return build_engine(Config(model=model, devices=devices, **{**wishes, "shards": shards, **changes}))
 
 
-class Answer:
-    """One request under way."""
+def send(built: Built | ByHand, tokens: list[int], boundary: int) -> Answer:
+    prompt = Prompt(tuple(tokens), (Boundary(boundary, BoundaryKind.SYSTEM),))
+    entry = built.entry if isinstance(built, Built) else built.engine
+    return Answer(entry, prompt, Sampling(temperature=0, logprobs=5), max_tokens=6)
 
-    def __init__(self, built: Built | ByHand, tokens: list[int], boundary: int) -> None:
-        self._events: list[Event] = []
-        self._done = threading.Event()
-        prompt = Prompt(tuple(tokens), (Boundary(boundary, BoundaryKind.SYSTEM),))
-        sampling = Sampling(temperature=0, logprobs=5)
-        door = built.door if isinstance(built, Built) else built.engine
-        door.submit(Request(str(id(self)), prompt, sampling, 6, frozenset(), sink=self._take))
 
-    def _take(self, event: Event) -> None:
-        self._events.append(event)
-        if isinstance(event, Finished | Failed):
-            self._done.set()
-
-    @property
-    def tokens(self) -> list[int]:
-        return [event.token for event in self._rows]
-
-    @property
-    def logits(self) -> np.ndarray:
-        """[tokens, 5]: the log-probabilities of the likeliest."""
-        return np.array([[p for _, p in row.logprob.top] for row in self._rows if row.logprob is not None])
-
-    @property
-    def cache(self) -> CacheReport:
-        assert self._done.wait(60), "a request hangs"
-        last = self._events[-1]
-        assert isinstance(last, Finished), last
-        return last.cache
-
-    @property
-    def _rows(self) -> list[Token]:
-        assert self.cache is not None
-        return [event for event in self._events if isinstance(event, Token)]
+def logits_of(answer: Answer) -> np.ndarray:
+    """[tokens, 5]: the log-probabilities of the likeliest."""
+    return np.array([[p for _, p in row.logprob.top] for row in answer.rows if row.logprob is not None])
 
 
 def talk(seed: int, length: int = 150) -> list[int]:
@@ -90,19 +64,19 @@ def talk(seed: int, length: int = 150) -> list[int]:
 
 def ask(built: Built | ByHand, seed: int, grown: bool = False) -> Answer:
     """The beginning of a conversation, or one turn more of it. Waits for the answer."""
-    answer = Answer(built, talk(seed) if grown else talk(seed)[:-GROWTH], boundary=150)
-    assert answer.cache is not None
+    answer = send(built, talk(seed) if grown else talk(seed)[:-GROWTH], boundary=150)
+    assert answer.finished.cache is not None
     return answer
 
 
 def ask_together(built: Built | ByHand, seeds: list[int]) -> list[Answer]:
-    answers = [Answer(built, talk(seed), boundary=150) for seed in seeds]
-    assert all(answer.cache for answer in answers)
+    answers = [send(built, talk(seed), boundary=150) for seed in seeds]
+    assert all(answer.finished.cache for answer in answers)
     return answers
 
 
 def same_bits(a: Answer, b: Answer) -> bool:
-    return a.tokens == b.tokens and np.array_equal(a.logits, b.logits)
+    return a.tokens == b.tokens and np.array_equal(logits_of(a), logits_of(b))
 
 
 def leaks_nothing(built: Built | ByHand) -> bool:
@@ -144,14 +118,14 @@ def test_every_split_gives_the_bits_of_one_stage_cold_from_ram_and_from_anothers
         before = [old for old in range(seed) if old >= seed - 2]  # what the two servers before have saved
         for old in before:
             restored = ask(built, old, grown=True)
-            assert restored.cache.restored_disk >= 150, f"{devices} finds what another split saved"
+            assert restored.finished.cache.restored_from["disk"] >= 150, f"{devices} finds what another split saved"
             assert same_bits(restored, truth.of(old, grown=True))
         cold = ask(built, seed)
-        assert cold.cache.restored == 0
+        assert cold.finished.cache.restored == 0
         assert same_bits(cold, truth.of(seed))
         if seed < 3:  # the last server's conversation is not gone on with from disk, so it goes on from RAM
             again = ask(built, seed)
-            assert again.cache.restored_ram == 150
+            assert again.finished.cache.restored_from["ram"] == 150
             assert same_bits(again, truth.of(seed))
         assert leaks_nothing(built)
         built.stop()
@@ -166,9 +140,9 @@ def check_together(built: Built | ByHand, truth: Truth) -> list[CacheReport]:
     for answer, seed in zip(answers, SEEDS, strict=True):
         alone = truth.of(seed, grown=True)
         assert answer.tokens == alone.tokens
-        assert np.allclose(answer.logits, alone.logits, atol=1e-3)
+        assert np.allclose(logits_of(answer), logits_of(alone), atol=1e-3)
     assert leaks_nothing(built)
-    return [answer.cache for answer in answers]
+    return [answer.finished.cache for answer in answers]
 
 
 def test_a_split_answers_many_at_once_like_one_stage_answers_each_alone(
@@ -180,8 +154,8 @@ def test_a_split_answers_many_at_once_like_one_stage_answers_each_alone(
         built = build(model, devices, tmp_path)
         caches = check_together(built, truth)
         assert all((cache.restored > 0) == (devices != TWO) for cache in caches)
-        assert all(cache.restored_disk > 0 for cache in caches if devices != TWO)
-        assert all(cache.restored_ram > 0 for cache in check_together(built, truth))
+        assert all(cache.restored_from["disk"] > 0 for cache in caches if devices != TWO)
+        assert all(cache.restored_from["ram"] > 0 for cache in check_together(built, truth))
         built.stop()
 
 
@@ -190,14 +164,14 @@ class ByHand:
 
     def __init__(self, model: Path, cache_dir: Path) -> None:
         file = open_weights(model)
-        orders = [StageOrder("cpu", Span(a, b), 4, 64) for a, b in ((0, 3), (3, 6), (6, 8))]
+        orders = [StageConfig("cpu", Span(a, b), 4, 64) for a, b in ((0, 3), (3, 6), (6, 8))]
         self._shards = Shards(
             Config(model=model, threads=1, shards=parse_shards([f"m={shard_command(model)}"], [], []))
         )
         self._shards.start(["cpu@m"], [orders[1]])
         middle = self._shards.connect("cpu@m", orders[1], file.fingerprint())
         stages = [load_stage(file, orders[0]), middle, load_stage(file, orders[2])]
-        prefixes = PrefixCache(1 << 28, DiskStore(cache_dir, "f" * 16, 1 << 30))
+        prefixes = PrefixCache(local_tiers(1 << 28, DiskStore(cache_dir, "f" * 16, 1 << 30)))
         self.engine = Engine(Pipeline(stages), prefixes, EngineSettings(context=1024, grid=64)).start()
 
     def stop(self) -> None:
@@ -212,35 +186,35 @@ def test_three_stages_of_which_one_is_remote_give_the_bits_of_one_stage(
     built = ByHand(model, tmp_path)
     assert same_bits(ask(built, 30), truth.of(30))
     from_ram = ask(built, 30)
-    assert from_ram.cache.restored_ram == 150
+    assert from_ram.finished.cache.restored_from["ram"] == 150
     assert same_bits(from_ram, truth.of(30))
     check_together(built, truth)
     built.stop()
     built = ByHand(model, tmp_path)
     from_disk = ask(built, 30, grown=True)
-    assert from_disk.cache.restored_disk >= 150
+    assert from_disk.finished.cache.restored_from["disk"] >= 150
     assert same_bits(from_disk, truth.of(30, grown=True))
-    assert all(cache.restored_disk > 0 for cache in check_together(built, truth))
+    assert all(cache.restored_from["disk"] > 0 for cache in check_together(built, truth))
     built.stop()
 
 
 def test_two_replicas_behind_one_door_share_what_they_have_computed(golden: Path) -> None:
     model = golden / FILES["dense"]
     built = build(model, TWO, replicas=2)
-    assert isinstance(built.door, Router)
-    here, there = built.door.replicas
+    assert isinstance(built.entry, Router)
+    here, there = built.entry.replicas
     assert [len(engine.pipeline.stages) for engine in (here, there)] == [1, 1]
     # The same conversation on one after the other: what one has computed, the other restores.
     for engine, restored in ((here, 0), (there, 150)):
-        answer = Answer(replace(built, engine=engine, router=None), talk(40)[:150], boundary=100)
-        assert answer.cache.restored_ram == restored
+        answer = send(replace(built, engine=engine, router=None), talk(40)[:150], boundary=100)
+        assert answer.finished.cache.restored_from["ram"] == restored
     # Two prompts that nobody knows, at once: each replica runs one.
     before = [engine.status().computed_tokens for engine in (here, there)]
-    both = [Answer(built, talk(seed), boundary=150) for seed in (41, 42)]
-    assert all(answer.cache.restored == 0 for answer in both)
+    both = [send(built, talk(seed), boundary=150) for seed in (41, 42)]
+    assert all(answer.finished.cache.restored == 0 for answer in both)
     after = [engine.status().computed_tokens for engine in (here, there)]
     assert [b - a for a, b in zip(before, after, strict=True)] == [190, 190]
-    assert built.door.status().slots == 8
+    assert built.entry.status().slots == 8
     built.stop()
 
 
@@ -277,7 +251,7 @@ def test_a_running_shard_serves_over_an_encrypted_link_and_is_found_again_after_
     built = far.build(dense)
     assert same_bits(ask(built, 20), truth.of(20))
     os.kill(far.process.pid, signal.SIGKILL)
-    answer = Answer(built, talk(21), boundary=150)
+    answer = send(built, talk(21), boundary=150)
     far.restart()
     assert answer.tokens == truth.of(21, grown=True).tokens
     built.stop()

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import uvicorn
 
-from rekindle.cli.serve import _Server
+from rekindle.cli.server import Server
 from rekindle.snapshots.tools import list_snapshots
 
 SERVE = ("--context", "4096", "--sequences", "2", "--threads", "1")
@@ -59,7 +59,7 @@ class PaperBuilt:
         assert self.ended.wait(60), "the step never ended"
 
 
-class ServerInATest(_Server):
+class ServerInATest(Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -68,7 +68,7 @@ class ServerInATest(_Server):
 def test_a_step_that_outlasts_the_patience_with_clients_still_gets_its_last_event_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rekindle.cli.serve.PATIENCE", 0)
+    monkeypatch.setattr("rekindle.cli.server.PATIENCE", 0)
 
     async def scene() -> list[str]:
         built = PaperBuilt()
@@ -96,11 +96,11 @@ def test_a_step_that_outlasts_the_patience_with_clients_still_gets_its_last_even
     assert asyncio.run(scene()) == ["first", "last"]
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stream_that_runs_at_the_stop_gets_its_last_event(
     sign: signal.Signals, start_server: Any, model: Path, tmp_path: Path
 ) -> None:
-    server = start_server(model, *SERVE, "--cache-dir", tmp_path)
+    server = start_server(model, *SERVE, "--cache-dir", tmp_path, "--drain", "0")
     events: list[str] = []
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**ENDLESS, "stream": True}, timeout=60) as response:
         for line in response.iter_lines():
@@ -131,6 +131,57 @@ def test_an_answer_in_one_piece_is_refused_as_unavailable_at_the_stop(start_serv
     assert "snapshots are written" not in said, "there is nowhere to write them"
 
 
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
+def test_a_server_that_drains_finishes_its_answers_and_takes_no_more(
+    sign: signal.Signals, start_server: Any, model: Path, tmp_path: Path
+) -> None:
+    server = start_server(model, *SERVE, "--cache-dir", tmp_path, "--drain", "600")
+    assert server.get("/ready").json() == {"status": "ready"}
+    body = {**ENDLESS, "max_tokens": 600, "stream": True, "stream_options": {"include_usage": True}}
+    events: list[Any] = []
+    refused: list[httpx.Response] = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            events.append(json.loads(line.removeprefix("data: ")))
+            if len(events) == 3:
+                server.process.send_signal(sign)
+                wait_until_said(server, "stopping: answers under way get up to 600 seconds")
+                refused = [server.post("/v1/completions", {"prompt": "x"}), server.get("/ready"), server.get("/health")]
+    assert events[-1]["usage"]["completion_tokens"] == 600, "the answer under way is whole"
+    assert [each.status_code for each in refused] == [503, 503, 200]
+    assert refused[0].json()["error"]["code"] == "stopping"
+    status, said = ended(server)
+    assert (status, "Traceback" in said) == (0, False), said
+    assert list_snapshots(tmp_path), "what was computed is saved"
+
+
+def test_a_drain_ends_at_its_deadline_or_at_a_second_signal(start_server: Any, model: Path) -> None:
+    for seconds, signals in (("0.3", 1), ("600", 2)):
+        server = start_server(model, *SERVE, "--drain", seconds)
+        events: list[str] = []
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={**ENDLESS, "stream": True}, timeout=120
+        ) as response:
+            for line in response.iter_lines():
+                events += [line.removeprefix("data: ")] if line else []
+                if line and len(events) == 3:
+                    for _ in range(signals):
+                        server.process.send_signal(signal.SIGTERM)
+                        wait_until_said(server, "stopping: answers under way get")
+        assert json.loads(events[-2])["error"]["code"] == "stopping"
+        status, said = ended(server)
+        assert (status, "Traceback" in said) == (0, False), said
+
+
+def test_a_server_that_was_started_to_outlive_its_terminal_does(start_server: Any, model: Path) -> None:
+    server = start_server(model, *SERVE, outlives_terminal=True)
+    server.process.send_signal(signal.SIGHUP)
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+    server.stop()
+
+
 def test_a_client_that_does_not_let_go_is_hung_up_on_and_a_second_signal_waits_for_nobody(
     start_server: Any, model: Path
 ) -> None:
@@ -153,5 +204,5 @@ def address(server: Any) -> tuple[str, int]:
 
 
 def send(client: socket.socket, body: str, length: int | None = None) -> None:
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     client.sendall(f"{head}content-length: {len(body) if length is None else length}\r\n\r\n{body}".encode())

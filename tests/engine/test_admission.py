@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from snapshot_lab import Answer, Lab, RecordingCache, random_tokens
-from test_bad_moments import Faulty
+from support.faulty import Faulty
+from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens
 
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Failed, FinishReason
 from rekindle.errors import PoolFull, PromptTooLong
-from rekindle.prefix import PrefixCache
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import BoundaryKind, Prompt
 from rekindle.stages import Pipeline
 
@@ -26,7 +26,7 @@ def lab(make_tiny: Any) -> Lab:
 
 
 def engine_over(stage: Any) -> Engine:
-    return Engine(Pipeline([stage]), PrefixCache(1 << 28), EngineSettings(context=2048, grid=64)).start()
+    return Engine(Pipeline([stage]), PrefixCache(local_tiers(1 << 28)), EngineSettings(context=2048, grid=64)).start()
 
 
 def at_tokens(acts: dict[int, Callable[[], object]]) -> Callable[[int], bool]:

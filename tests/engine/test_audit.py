@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from snapshot_lab import Answer, Lab, random_tokens, wait_until
+from support.snapshot_lab import Answer, Lab, random_tokens, wait_until
 
 from rekindle.engine.engine import Engine
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
-from rekindle.snapshots.types import DeltaPart, KvPart, Snapshot
+from rekindle.snapshots.types import Part, Snapshot
 
 
 @pytest.fixture(scope="module", params=["dense", "moe"])
@@ -41,7 +41,7 @@ def test_right_snapshots_pass_whether_born_in_prefill_or_in_decode(lab: Lab) -> 
     conversation(engine, 2, seed=20)
     wait_until(lambda: engine.status().audits == 2)
     status = engine.status()
-    assert status.audit_mismatches == status.cache.set_aside == 0
+    assert status.audit_mismatches == status.cache.quarantined == 0
     assert status.computed_tokens == before.computed_tokens + 90 + 91, "an audit is nobody's prompt"
     assert status.pages.used == 0
     engine.stop()
@@ -51,16 +51,16 @@ def published(engine: Engine, position: int) -> Snapshot:
     """The snapshot at that position, once it is there: an answer's comes a moment after its last event."""
 
     def found() -> list[Snapshot]:
-        return [e.snapshot for e in engine.prefixes.entries() if e.position == position and e.snapshot is not None]
+        at_hand = (engine.prefixes.at_hand(e) for e in engine.prefixes.entries() if e.position == position)
+        return [snapshot for snapshot in at_hand if snapshot is not None]
 
     wait_until(lambda: bool(found()))
     return found()[0]
 
 
-def tampered(part: KvPart | DeltaPart) -> torch.Tensor:
-    if isinstance(part, DeltaPart):
-        return part.state
-    return part.tail if part.tail.numel() else part.pages[0].data
+def tampered(part: Part) -> torch.Tensor:
+    first = next(iter(part.tensors.values()))  # the recurrent state, or the tail
+    return first if first.numel() else part.pages[0].data
 
 
 @pytest.mark.parametrize("layer", [0, 3, 7])
@@ -76,7 +76,7 @@ def test_a_snapshot_altered_in_ram_is_set_aside_with_one_log_line(
         assert wrong.finished.cache.restored == 150
         wait_until(lambda: engine.status().audits == 1)
     status = engine.status()
-    assert status.audit_mismatches == status.cache.set_aside == 1
+    assert status.audit_mismatches == status.cache.quarantined == 1
     lines = [record.getMessage() for record in caplog.records if "audit" in record.getMessage()]
     assert len(lines) == 1
     assert f"layer {layer}" in lines[0]
@@ -115,7 +115,7 @@ def test_what_an_earlier_process_left_is_audited_with_the_bound_and_kept(lab: La
     engine.stop()
     engine = lab.engine(tmp_path, audit=1)
     again = Answer(engine, Prompt((*tokens, 3, 4)))
-    assert again.finished.cache.restored_disk == len(tokens) - 1
+    assert again.finished.cache.restored_from["disk"] == len(tokens) - 1
     wait_until(lambda: engine.status().audits == 1)
     assert engine.status().audit_mismatches == 0
     engine.stop()

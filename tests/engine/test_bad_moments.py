@@ -8,94 +8,58 @@ from typing import Any
 
 import pytest
 import torch
+from support.answers import Answer
+from support.faulty import Faulty
 
 from rekindle.engine.engine import Engine, EngineSettings
-from rekindle.engine.types import Event, Failed, Finished, PromptLogprobs, Request, Sampling, Token
-from rekindle.errors import BadLogits, CrewLost, StageLost
-from rekindle.prefix import PrefixCache
-from rekindle.prompt import Prompt
-from rekindle.snapshots.types import KvPart
+from rekindle.engine.types import Failed, Finished, PromptLogprobs, Sampling
+from rekindle.errors import BadLogits, CpuExpertsLost, StageLost
+from rekindle.prefix import PrefixCache, local_tiers
+from rekindle.snapshots.types import TAIL
 from rekindle.spec import Span
 from rekindle.stages import Pipeline
 
 
-class Answer:
-    def __init__(self, engine: Engine, prompt: tuple[int, ...], count: int = 12, **fields: Any) -> None:
-        self.events: list[Event] = []
-        self._done = threading.Event()
-        sampling = Sampling(temperature=0)
-        engine.submit(Request(str(id(self)), Prompt(prompt), sampling, count, frozenset(), sink=self._take, **fields))
-
-    def _take(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, Finished | Failed):
-            self._done.set()
-
-    def wait(self) -> list[int]:
-        assert self._done.wait(60), "a request fell silent"
-        return [event.token for event in self.events if isinstance(event, Token)]
-
-
-class Faulty:
-    """A stage whose chosen verb fails once, at its n-th call."""
-
-    def __init__(self, stage: Any, verb: str, at: int, error: Exception) -> None:
-        self._stage, self._verb, self._left, self._error = stage, verb, at, error
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._stage, name)
-        if name != self._verb:
-            return value
-
-        def call(*arguments: Any) -> Any:
-            self._left -= 1
-            if self._left == 0:
-                raise self._error
-            return value(*arguments)
-
-        return call
-
-
 def engine_over(stage: Any, **settings: Any) -> Engine:
     fields = {"context": 2048, "grid": 64, **settings}
-    return Engine(Pipeline([stage]), PrefixCache(1 << 28), EngineSettings(**fields)).start()
+    return Engine(Pipeline([stage]), PrefixCache(local_tiers(1 << 28)), EngineSettings(**fields)).start()
 
 
 def prompt(seed: int, count: int = 60) -> tuple[int, ...]:
     return tuple((31 * i + 17 * seed) % 320 for i in range(count))
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-def test_a_sequence_set_aside_in_the_middle_of_its_answer_repeats_no_token(make_tiny: Any, run_ahead: int) -> None:
+@pytest.mark.parametrize("async_steps", [0, 1])
+def test_a_sequence_preempted_in_the_middle_of_its_answer_repeats_no_token(make_tiny: Any, async_steps: int) -> None:
     tiny = make_tiny("dense")
     engine = engine_over(tiny.stage(slots=2, pages=64))
-    alone = [Answer(engine, prompt(i), 100).wait() for i in range(2)]
+    alone = [Answer(engine, prompt(i), max_tokens=100).tokens for i in range(2)]
     engine.stop()
-    engine = engine_over(tiny.stage(slots=2, pages=4), run_ahead=run_ahead)
-    set_aside: list[int] = []
-    original = engine._set_aside_youngest
+    engine = engine_over(tiny.stage(slots=2, pages=4), async_steps=async_steps)
+    preempted: list[int] = []
+    original = engine._launcher.preempt_youngest
 
     def noted() -> None:
-        set_aside.extend(s.answer_length for s in engine._running)
+        preempted.extend(s.answer_length for s in engine._roster.running)
         original()
 
-    engine._set_aside_youngest = noted  # type: ignore[method-assign]
-    answers = [Answer(engine, prompt(i), 100) for i in range(2)]
-    assert [answer.wait() for answer in answers] == alone
+    engine._launcher.preempt_youngest = noted  # type: ignore[method-assign]
+    answers = [Answer(engine, prompt(i), max_tokens=100) for i in range(2)]
+    assert [answer.tokens for answer in answers] == alone
     engine.stop()
-    assert any(length > 1 for length in set_aside), "the test must have set aside a sequence that was answering"
+    assert any(length > 1 for length in preempted), "the test must have preempted a sequence that was answering"
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-def test_a_failed_forward_fails_its_own_requests_with_its_own_error(make_tiny: Any, run_ahead: int) -> None:
+@pytest.mark.parametrize("async_steps", [0, 1])
+def test_a_failed_forward_fails_its_own_requests_with_its_own_error(make_tiny: Any, async_steps: int) -> None:
     stage = Faulty(make_tiny("dense").stage(slots=1), "forward", 6, MemoryError("no memory for the scores"))
-    engine = engine_over(stage, run_ahead=run_ahead)
+    engine = engine_over(stage, async_steps=async_steps)
     first, second = Answer(engine, prompt(1)), Answer(engine, prompt(2))
     first.wait()
     failed = first.events[-1]
     assert isinstance(failed, Failed)
     assert "no memory for the scores" in str(failed.error)
-    assert len(second.wait()) == 12
+    assert len(second.tokens) == 12
     engine.stop()
 
 
@@ -104,7 +68,7 @@ def test_an_engine_that_cannot_close_a_slot_answers_everyone_and_says_that_it_is
     stage = Faulty(make_tiny("dense").stage(slots=1), "close", 1, RuntimeError("the device is gone"))
     engine = engine_over(stage)
     answer = Answer(engine, prompt(1))
-    assert len(answer.wait()) == 12
+    assert len(answer.tokens) == 12
     assert isinstance(answer.events[-1], Finished)
     with pytest.raises(StageLost, match="the device is gone"):
         Answer(engine, prompt(2))
@@ -114,20 +78,21 @@ def test_an_engine_that_cannot_close_a_slot_answers_everyone_and_says_that_it_is
 
 def test_a_snapshot_that_the_stages_refuse_is_a_miss_and_is_set_aside(make_tiny: Any) -> None:
     engine = engine_over(make_tiny("dense").stage(slots=1))
-    expected = Answer(engine, prompt(1, 100)).wait()
+    expected = Answer(engine, prompt(1, 100)).tokens
     for entry in engine.prefixes.entries():
-        assert entry.snapshot is not None
+        snapshot = engine.prefixes.at_hand(entry)
+        assert snapshot is not None
         bent = tuple(
-            replace(part, tail=part.tail.double()) if isinstance(part, KvPart) else part
-            for part in entry.snapshot.parts
+            replace(part, tensors={TAIL: part.tensors[TAIL].double()}) if part.is_paged else part
+            for part in snapshot.parts
         )
-        object.__setattr__(entry.snapshot, "parts", bent)  # frozen, and held by the RAM tier
+        object.__setattr__(snapshot, "parts", bent)  # frozen, and held by the RAM tier
     again = Answer(engine, prompt(1, 100))
-    assert again.wait() == expected
+    assert again.tokens == expected
     finished = again.events[-1]
     assert isinstance(finished, Finished)
     assert finished.cache.restored == 0
-    assert engine.prefixes.stats().set_aside > 0
+    assert engine.prefixes.stats().quarantined > 0
     assert engine.prefixes.stats().hits == {}, "what was refused is no hit"
     engine.stop()
 
@@ -159,9 +124,9 @@ def test_prompt_scores_are_told_once_also_after_a_lost_stage(make_tiny: Any) -> 
             return noted
 
     pipeline = Pipeline([front, Mortal(back, "forward", 8, StageLost("gone"))])
-    engine = Engine(pipeline, PrefixCache(1 << 28), EngineSettings(context=512, grid=64)).start()
+    engine = Engine(pipeline, PrefixCache(local_tiers(1 << 28)), EngineSettings(context=512, grid=64)).start()
     answer = Answer(engine, prompt(3, 150), prompt_logprobs=1)
-    assert len(answer.wait()) == 12
+    assert len(answer.tokens) == 12
     told = [event for event in answer.events if isinstance(event, PromptLogprobs)]
     assert len(told) == 1
     assert [row.token for row in told[0].rows if row is not None] == list(prompt(3, 150)[1:])
@@ -175,15 +140,15 @@ def test_background_work_never_shares_a_batch_with_an_answer(make_tiny: Any) -> 
     forward = engine.pipeline.forward
 
     def noted(batch: Any, ahead: Any = None) -> Any:
-        background = {s.slot for s in engine._running if s.background}
+        background = {s.slot for s in engine._roster.running if s.background}
         slots = {segment.slot for segment in batch.segments}
         mixed.append(bool(slots & background) and bool(slots - background))
         return forward(batch, ahead)
 
     engine.pipeline.forward = noted  # type: ignore[method-assign]
-    prepared = Answer(engine, prompt(5, 900), 0, background=True)
-    asked = Answer(engine, prompt(6), 60)
-    assert len(asked.wait()) == 60
+    prepared = Answer(engine, prompt(5, 900), max_tokens=0, background=True)
+    asked = Answer(engine, prompt(6), max_tokens=60)
+    assert len(asked.tokens) == 60
     prepared.wait()
     engine.stop()
     assert not any(mixed)
@@ -206,24 +171,24 @@ class Dazed:
         return output
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("async_steps", [0, 1])
 @pytest.mark.parametrize("after", [0, 3])  # the prompt's own forward; one in the middle of the answer
 def test_logits_that_are_no_numbers_end_the_answer_with_an_error_and_leave_nothing_behind(
-    make_tiny: Any, after: int, run_ahead: int
+    make_tiny: Any, after: int, async_steps: int
 ) -> None:
     healthy = engine_over(make_tiny("dense").stage(slots=1))
-    expected = Answer(healthy, prompt(1)).wait()
+    expected = Answer(healthy, prompt(1)).tokens
     healthy.stop()
     stage = Dazed(make_tiny("dense").stage(slots=1), after)
-    engine = engine_over(stage, run_ahead=run_ahead)
+    engine = engine_over(stage, async_steps=async_steps)
     broken = Answer(engine, prompt(1))
-    assert broken.wait() == expected[:after], "no token that nobody has drawn"
+    assert broken.tokens == expected[:after], "no token that nobody has drawn"
     failed = broken.events[-1]
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, BadLogits)
     assert f"after {60 + after} tokens" in str(failed.error)
     stage.dazed = False
-    assert Answer(engine, prompt(1)).wait() == expected, "what was broken is not restored"
+    assert Answer(engine, prompt(1)).tokens == expected, "what was broken is not restored"
     engine.stop()
 
 
@@ -234,14 +199,14 @@ def test_broken_logits_from_which_nothing_is_drawn_fail_the_request_too(
 ) -> None:
     stage = Dazed(make_tiny("dense").stage(slots=1), after)
     engine = engine_over(stage)
-    broken = Answer(engine, prompt(1, 150), 0, **fields)
+    broken = Answer(engine, prompt(1, 150), max_tokens=0, **fields)
     broken.wait()
     failed = broken.events[-1]
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, BadLogits)
     assert not any(isinstance(event, Finished | PromptLogprobs) for event in broken.events)
     stage.dazed = False
-    again = Answer(engine, prompt(1, 150), 0, **fields)
+    again = Answer(engine, prompt(1, 150), max_tokens=0, **fields)
     again.wait()
     finished = again.events[-1]
     assert isinstance(finished, Finished)
@@ -262,7 +227,7 @@ def test_one_row_of_a_prompt_without_numbers_fails_who_wants_it_scored(make_tiny
         return replace(output, scores=scores)
 
     stage.forward = daze
-    broken = Answer(engine, prompt(1), 0, prompt_logprobs=1)
+    broken = Answer(engine, prompt(1), max_tokens=0, prompt_logprobs=1)
     broken.wait()
     engine.stop()
     assert isinstance(broken.events[-1], Failed)
@@ -282,21 +247,23 @@ class Noting(Dazed):
         self.ran.add(threading.current_thread())
         return super().forward(*arguments)
 
-    def settle(self) -> None:
+    def poll_experts(self) -> None:
         self.settled.add(threading.current_thread())
-        raise CrewLost("the threads are gone")
+        raise CpuExpertsLost("the threads are gone")
 
 
 def test_a_stage_is_asked_for_what_it_knows_in_its_own_line_so_never_beside_a_forward(make_tiny: Any) -> None:
     tiny = make_tiny("dense")
     front, back = (Noting(tiny.stage(span, slots=1), 0) for span in (Span(0, 4), Span(4, 8)))
-    engine = Engine(Pipeline([front, back]), PrefixCache(1 << 28), EngineSettings(context=512, grid=64)).start()
+    engine = Engine(
+        Pipeline([front, back]), PrefixCache(local_tiers(1 << 28)), EngineSettings(context=512, grid=64)
+    ).start()
     answer = Answer(engine, prompt(1))
     answer.wait()
     engine.stop()
     failed = answer.events[-1]
     assert isinstance(failed, Failed)
-    assert isinstance(failed.error, CrewLost), "what a stage knows is told instead of a guess"
+    assert isinstance(failed.error, CpuExpertsLost), "what a stage knows is told instead of a guess"
     assert front.settled == front.ran
     assert back.settled == back.ran
 
@@ -305,7 +272,7 @@ class Shard(Dazed):
     """A stage in another process: it has the verbs of a stage, and tells nothing of its work."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("work", "settle"):
+        if name in ("work", "poll_experts"):
             raise AttributeError(name)
         return super().__getattr__(name)
 
@@ -314,10 +281,47 @@ class Shard(Dazed):
 def test_broken_logits_point_to_the_log_of_a_stage_that_cannot_be_asked(make_tiny: Any, kind: type[Dazed]) -> None:
     tiny = make_tiny("dense")
     pipeline = Pipeline([tiny.stage(Span(0, 4), slots=1), kind(tiny.stage(Span(4, 8), slots=1), 0)])
-    engine = Engine(pipeline, PrefixCache(1 << 28), EngineSettings(context=512, grid=64)).start()
+    engine = Engine(pipeline, PrefixCache(local_tiers(1 << 28)), EngineSettings(context=512, grid=64)).start()
     answer = Answer(engine, prompt(1))
     answer.wait()
     engine.stop()
     failed = answer.events[-1]
     assert isinstance(failed, Failed)
     assert ("the shard of layers [4, 8), see its log" in str(failed.error)) == (kind is Shard)
+
+
+def raise_at(count: int, error: Exception) -> Any:
+    """A `stop_when` whose grammar or detokenizer breaks at its n-th token."""
+    left = count
+
+    def stop_when(token: int) -> bool:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise error
+        return False
+
+    return stop_when
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param({"sampling": Sampling(temperature=1.0, top_k=2**63)}, id="a number that fits no tensor"),
+        pytest.param({"sampling": Sampling(temperature=0, logit_bias={10**6: 1.0})}, id="a bias beyond the logits"),
+        pytest.param({"stop_when": raise_at(3, RuntimeError("the grammar broke"))}, id="a broken watcher"),
+    ],
+)
+def test_what_goes_wrong_for_one_row_ends_that_row_alone(make_tiny: Any, fault: dict[str, Any]) -> None:
+    prompts = [tuple((seed * 31 + i * 7) % 320 for i in range(40)) for seed in range(3)]
+    engine = engine_over(make_tiny("dense").stage(pages=64))
+    try:
+        alone = [Answer(engine, prompt).tokens for prompt in prompts]
+        beside = [Answer(engine, prompt, max_tokens=40) for prompt in prompts]
+        hostile = Answer(engine, (5, 6, 7), max_tokens=40, **fault)
+        assert [answer.tokens[:12] for answer in beside] == alone
+        hostile.wait()
+        assert isinstance(hostile.events[-1], Failed), "the request at fault learns of it"
+        assert len(Answer(engine, prompts[0]).tokens) == 12 and engine.status().running == 0
+    finally:
+        engine.stop()

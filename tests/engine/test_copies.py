@@ -10,16 +10,16 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from snapshot_lab import Answer, Lab, random_tokens, wait_until
+from support.snapshot_lab import Answer, Lab, random_tokens, wait_until
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Token
 from rekindle.errors import CopyFailed
-from rekindle.prefix import PrefixCache
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Prompt
 from rekindle.shards.parts import export_parts
-from rekindle.snapshots.types import KvPart, Part, are_settled
+from rekindle.snapshots.types import Part, copies_done
 from rekindle.stages import LocalStage, Pipeline
 
 T = TypeVar("T")
@@ -85,9 +85,7 @@ class LateStage:
 
 
 def late_part(part: Part, gate: Gate) -> Part:
-    if isinstance(part, KvPart):
-        return replace(part, tail=gate.late(part.tail), ready=gate)
-    return replace(part, state=gate.late(part.state), window=gate.late(part.window), ready=gate)
+    return replace(part, tensors={name: gate.late(tensor) for name, tensor in part.tensors.items()}, ready=gate)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +94,9 @@ def lab(make_tiny: Any) -> Lab:
 
 
 def engine_over(stage: Any, **settings: Any) -> Engine:
-    return Engine(Pipeline([stage]), PrefixCache(1 << 28), EngineSettings(context=2048, grid=64, **settings)).start()
+    return Engine(
+        Pipeline([stage]), PrefixCache(local_tiers(1 << 28)), EngineSettings(context=2048, grid=64, **settings)
+    ).start()
 
 
 def test_tokens_go_out_while_copies_are_late_and_nothing_is_published_before_they_are_settled(lab: Lab) -> None:
@@ -108,7 +108,8 @@ def test_tokens_go_out_while_copies_are_late_and_nothing_is_published_before_the
     stage.open_gates()
     engine.stop()
     assert engine.prefixes.known_length(PROMPT.tokens) == 150
-    assert all(are_settled(entry.snapshot.parts) for entry in engine.prefixes.entries() if entry.snapshot)
+    snapshots = [engine.prefixes.at_hand(entry) for entry in engine.prefixes.entries()]
+    assert all(copies_done(snapshot.parts) for snapshot in snapshots if snapshot)
 
 
 def test_a_prompt_that_comes_while_copies_are_late_waits_for_them_and_computes_nothing_again(lab: Lab) -> None:

@@ -3,61 +3,26 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from support.answers import Answer
 
 from rekindle.engine.engine import Engine, EngineSettings
-from rekindle.engine.types import Event, Failed, Finished, FinishReason, Request, Sampling, Started, Token
+from rekindle.engine.types import Finished, FinishReason, Sampling, Started, Token
 from rekindle.errors import PromptTooLong, QueueFull
-from rekindle.prefix import PrefixCache
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
 from rekindle.spec import Span
 from rekindle.stages import Pipeline
 
 RNG = np.random.default_rng(11)
-GREEDY = Sampling(temperature=0)
 
 
 def random_tokens(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, 320, count).tolist())
-
-
-class Answer:
-    """Collects the events of one request."""
-
-    def __init__(self, engine: Engine, prompt: Prompt, sampling: Sampling = GREEDY, **fields: Any) -> None:
-        self.events: list[Event] = []
-        self._done = threading.Event()
-        self.first_token = threading.Event()
-        self.id = f"r{id(self)}"
-        self.engine = engine
-        fields = {"max_tokens": 12, "stop_tokens": frozenset[int](), **fields}
-        engine.submit(Request(self.id, prompt, sampling, sink=self._take, **fields))
-
-    def _take(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, Token):
-            self.first_token.set()
-        if isinstance(event, Finished | Failed):
-            self._done.set()
-
-    def wait(self) -> Answer:
-        assert self._done.wait(60), f"no end after 60 s: {self.events[-3:]}"
-        return self
-
-    @property
-    def tokens(self) -> list[int]:
-        return [event.token for event in self.events if isinstance(event, Token)]
-
-    @property
-    def finished(self) -> Finished:
-        last = self.wait().events[-1]
-        assert isinstance(last, Finished), last
-        return last
 
 
 def make_engine(tiny: Any, spans: tuple[Span, ...] | None = None, **changes: Any) -> Engine:
@@ -67,11 +32,11 @@ def make_engine(tiny: Any, spans: tuple[Span, ...] | None = None, **changes: Any
     spans = spans or (Span(0, 8),)
     pipeline = Pipeline([tiny.stage(span, slots=slots, pages=pages) for span in spans])
     settings = EngineSettings(**{"context": 2048, "grid": 64, **changes})
-    return Engine(pipeline, PrefixCache(ram), settings).start()
+    return Engine(pipeline, PrefixCache(local_tiers(ram)), settings).start()
 
 
 @pytest.fixture(params=[0, 1], ids=["step by step", "one step ahead"])
-def run_ahead(request: Any) -> int:
+def async_steps(request: Any) -> int:
     return int(request.param)
 
 
@@ -81,8 +46,8 @@ def tiny(request: Any, make_tiny: Any) -> Any:
 
 
 @pytest.fixture
-def engine(tiny: Any, run_ahead: int) -> Iterator[Engine]:
-    engine = make_engine(tiny, run_ahead=run_ahead)
+def engine(tiny: Any, async_steps: int) -> Iterator[Engine]:
+    engine = make_engine(tiny, async_steps=async_steps)
     yield engine
     engine.stop()
 
@@ -180,15 +145,15 @@ def test_prompts_that_arrive_together_compute_their_common_prefix_once(engine: E
 
 
 @pytest.mark.parametrize("spans", [(Span(0, 8),), (Span(0, 3), Span(3, 8)), (Span(0, 1), Span(1, 6), Span(6, 8))])
-def test_many_at_once_get_what_each_gets_alone(tiny: Any, spans: tuple[Span, ...], run_ahead: int) -> None:
-    if run_ahead and len(spans) > 1:
-        run_ahead = 0  # only one stage runs ahead
+def test_many_at_once_get_what_each_gets_alone(tiny: Any, spans: tuple[Span, ...], async_steps: int) -> None:
+    if async_steps and len(spans) > 1:
+        async_steps = 0  # only one stage runs ahead
     prompts = [Prompt(random_tokens(20 + 37 * i, 30 + i)) for i in range(9)]
     settings = [Sampling(temperature=0) if i % 2 else Sampling(temperature=0.9, seed=i, top_k=40) for i in range(9)]
     engine = make_engine(tiny, ram=0)
     alone = [Answer(engine, p, s).wait().tokens for p, s in zip(prompts, settings, strict=True)]
     engine.stop()
-    engine = make_engine(tiny, spans, ram=0, run_ahead=run_ahead)
+    engine = make_engine(tiny, spans, ram=0, async_steps=async_steps)
     answers = [Answer(engine, p, s) for p, s in zip(prompts, settings, strict=True)]
     assert [answer.wait().tokens for answer in answers] == alone
     engine.stop()
@@ -311,7 +276,7 @@ def test_started_comes_first_and_says_what_was_restored(engine: Engine) -> None:
     again = Answer(engine, prompt).wait()
     started = again.events[0]
     assert isinstance(started, Started)
-    assert started.cache.restored_ram == 100
+    assert started.cache.restored_from["ram"] == 100
 
 
 def test_background_work_waits_for_everyone_else_and_gives_up_its_slot(tiny: Any) -> None:

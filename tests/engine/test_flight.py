@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rekindle.engine import sampler
-from rekindle.engine.flight import OnHost
+from rekindle.engine.to_host import OnHost
 from rekindle.engine.types import Sampling
 
 SECOND = torch.device("cuda", 1)
@@ -73,6 +73,7 @@ class PaperSequence:
     sampling: Sampling
     tokens: tuple[int, ...] = (1, 2, 3)
     prompt_length: int = 3
+    mask: None = None
 
 
 def test_a_temperature_too_small_to_divide_by_is_none() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshot_lab import PLENTY, Answer, Lab, random_tokens, wait_until
+from support.snapshot_lab import PLENTY, Answer, Lab, random_tokens, wait_until
 
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import FinishReason, Started, Token
 from rekindle.errors import BadSnapshotFile
-from rekindle.prefix import PrefixCache
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.types import Snapshot
@@ -67,7 +67,7 @@ def disk(tmp_path: Path, expected: list[int]) -> Iterator[GatedStore]:
 
 def engine_over(lab: Lab, disk: DiskStore, slots: int = 3, ram: int = PLENTY) -> Engine:
     pipeline = Pipeline([lab.stage(slots=slots)])
-    return Engine(pipeline, PrefixCache(ram, disk), EngineSettings(context=2048, grid=64)).start()
+    return Engine(pipeline, PrefixCache(local_tiers(ram, disk)), EngineSettings(context=2048, grid=64)).start()
 
 
 def tokens_of(answer: Answer) -> list[int]:
@@ -83,7 +83,7 @@ def test_others_answer_while_a_snapshot_is_read(lab: Lab, disk: GatedStore, expe
     assert waiting.events == []
     assert engine.status().waiting == 1
     disk.gate.set()
-    assert waiting.finished.cache.restored_disk == 150
+    assert waiting.finished.cache.restored_from["disk"] == 150
     assert waiting.finished.cache.computed == 0
     assert tokens_of(waiting) == expected
     assert disk.last_reader.startswith("rekindle-loader")
@@ -95,7 +95,7 @@ def test_a_sequence_that_waits_for_the_disk_keeps_its_slot_free(lab: Lab, disk: 
     first = Answer(engine, STORED)
     assert disk.asked.wait(60)
     second = Answer(engine, Prompt(random_tokens(40, 2)))
-    wait_until(lambda: engine.status().waiting == 2 and second.id in engine._by_id)  # the engine has seen it
+    wait_until(lambda: engine.status().waiting == 2 and second.id in engine._roster)  # the engine has seen it
     disk.gate.set()
     assert first.finished and second.finished
     assert first.finished.timings.queued + first.finished.timings.prefill <= second.finished.timings.queued
@@ -109,7 +109,7 @@ def test_an_engine_that_only_waits_for_the_disk_stands_still(
     first = Answer(engine, STORED)
     assert disk.asked.wait(60)
     second = Answer(engine, Prompt(random_tokens(40, 2)))
-    wait_until(lambda: engine.status().waiting == 2 and second.id in engine._by_id)
+    wait_until(lambda: engine.status().waiting == 2 and second.id in engine._roster)
     steps = []
     step = engine._step
     monkeypatch.setattr(engine, "_step", lambda: (steps.append(1), step()))
@@ -124,11 +124,26 @@ def test_who_comes_second_for_the_same_snapshot_finds_it_in_ram(lab: Lab, disk: 
     engine = engine_over(lab, disk)
     first, second = Answer(engine, STORED), Answer(engine, STORED)
     disk.gate.set()
-    assert first.finished.cache.restored_disk == second.finished.cache.restored_ram == 150
+    assert first.finished.cache.restored_from["disk"] == second.finished.cache.restored_from["ram"] == 150
     assert disk.reads == 1
     stats = engine.prefixes.stats()
     assert (stats.lookups, stats.hits, stats.restored) == (2, {"disk": 1, "ram": 1}, {"disk": 150, "ram": 150})
     assert engine.status().restored_tokens == 300
+    engine.stop()
+
+
+def test_snapshots_of_several_requests_are_read_at_the_same_time(lab: Lab, tmp_path: Path) -> None:
+    prompts = [Prompt(random_tokens(100 + seed, seed)) for seed in range(2)]
+    first = lab.engine(tmp_path)
+    expected = [Answer(first, prompt).tokens for prompt in prompts]
+    first.stop()
+    disk = GatedStore(tmp_path)
+    engine = engine_over(lab, disk)
+    answers = [Answer(engine, prompt) for prompt in prompts]
+    wait_until(lambda: disk.reads == 2)  # though the gate is shut, and neither has been read
+    disk.gate.set()
+    assert [answer.finished.cache.restored_from["disk"] for answer in answers] == [100, 101]
+    assert [answer.tokens for answer in answers] == expected
     engine.stop()
 
 
@@ -139,9 +154,9 @@ def test_a_file_that_turns_out_bad_gives_way_to_the_next_longest(
     disk.bad = {150}
     disk.gate.set()
     answer = Answer(engine, STORED)
-    assert answer.finished.cache.restored_disk == 100
+    assert answer.finished.cache.restored_from["disk"] == 100
     assert answer.finished.cache.computed == 50
-    assert "set aside" in (answer.finished.cache.miss or "")
+    assert "quarantined" in (answer.finished.cache.miss or "")
     assert tokens_of(answer) == expected
     assert engine.prefixes.stats().bad_files == 1
     engine.stop()
@@ -193,10 +208,10 @@ def test_what_is_being_read_is_no_victim(lab: Lab, disk: GatedStore, expected: l
     engine = engine_over(lab, disk, ram=0)
     answer = Answer(engine, STORED)
     assert disk.asked.wait(60)
-    engine.prefixes._make_room_on_disk(PLENTY)  # everything that may be evicted is
+    disk.make_room(PLENTY)  # everything that may be evicted is
     assert [entry.position for entry in engine.prefixes.entries()] == [150]
     disk.gate.set()
-    assert answer.finished.cache.restored_disk == 150
+    assert answer.finished.cache.restored_from["disk"] == 150
     assert tokens_of(answer) == expected
     engine.stop()
 

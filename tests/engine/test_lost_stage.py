@@ -2,77 +2,26 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
+from support.answers import Answer
+from support.mortal import Mortal
 
 from rekindle.engine.engine import Engine, EngineSettings
-from rekindle.engine.types import Event, Failed, Finished, FinishReason, Request, Sampling, Token
+from rekindle.engine.types import Failed, Finished, FinishReason
 from rekindle.errors import StageLost
-from rekindle.prefix import PrefixCache
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
 from rekindle.spec import Span
 from rekindle.stages import LocalStage, Pipeline
-
-
-class Mortal:
-    """A local stage that dies at a chosen call and, if it may, comes back with every slot empty."""
-
-    def __init__(self, stage: LocalStage, dies_at: dict[str, int], returns: bool = True) -> None:
-        self._stage = stage
-        self._dies_at = dies_at
-        self._returns = returns
-        self.lost: str | None = None
-        self.deaths = 0
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._stage, name)
-        if name not in ("forward", "open", "close", "capture", "prepare_restore", "commit_restore", "rewind"):
-            return value
-
-        def call(*arguments: Any) -> Any:
-            if self._dies_at.get(name) is not None:
-                self._dies_at[name] -= 1
-                if self._dies_at[name] < 0:
-                    del self._dies_at[name]
-                    self.lost = f"died in {name}"
-                    self.deaths += 1
-            if self.lost:
-                raise StageLost(f"shard {self._stage.span}: {self.lost}")
-            return value(*arguments)
-
-        return call
-
-    def recover(self) -> None:
-        if not self._returns:
-            raise StageLost("it does not come back")
-        for slot in range(self._stage.slots):
-            self._stage.close(slot)
-        self.lost = None
-
-
-class Answer:
-    def __init__(self, engine: Engine, prompt: Prompt, count: int = 20) -> None:
-        self.events: list[Event] = []
-        self._done = threading.Event()
-        engine.submit(Request(str(id(self)), prompt, Sampling(temperature=0), count, frozenset(), sink=self._take))
-
-    def _take(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, Finished | Failed):
-            self._done.set()
-
-    def wait(self) -> list[int]:
-        assert self._done.wait(60), "a request hangs"
-        return [event.token for event in self.events if isinstance(event, Token)]
 
 
 def make(tiny: Any, dies_at: dict[str, int], returns: bool = True) -> tuple[Engine, Mortal]:
     front = tiny.stage(Span(0, 5), slots=3)
     back = Mortal(tiny.stage(Span(5, 8), slots=3), dies_at, returns)
     pipeline = Pipeline([front, back])
-    return Engine(pipeline, PrefixCache(1 << 28), EngineSettings(context=1024, grid=64)).start(), back
+    return Engine(pipeline, PrefixCache(local_tiers(1 << 28)), EngineSettings(context=1024, grid=64)).start(), back
 
 
 PROMPTS = [
@@ -86,13 +35,13 @@ PROMPTS = [
 def test_the_streams_go_on_without_a_repeated_or_lost_token(make_tiny: Any, call: str, after: int) -> None:
     tiny = make_tiny("moe")
     engine, _ = make(tiny, {})
-    undisturbed = [Answer(engine, prompt).wait() for prompt in PROMPTS]
+    undisturbed = [Answer(engine, prompt, max_tokens=20).tokens for prompt in PROMPTS]
     engine.stop()
     engine, back = make(tiny, {call: after})
-    first = [Answer(engine, prompt) for prompt in PROMPTS]
-    assert [answer.wait() for answer in first] == undisturbed
-    again = [Answer(engine, prompt) for prompt in PROMPTS]
-    assert [answer.wait() for answer in again] == undisturbed
+    first = [Answer(engine, prompt, max_tokens=20) for prompt in PROMPTS]
+    assert [answer.tokens for answer in first] == undisturbed
+    again = [Answer(engine, prompt, max_tokens=20) for prompt in PROMPTS]
+    assert [answer.tokens for answer in again] == undisturbed
     assert all(isinstance(answer.events[-1], Finished) for answer in [*first, *again])
     engine.stop()
     if call == "forward":
@@ -105,19 +54,19 @@ def test_the_streams_go_on_without_a_repeated_or_lost_token(make_tiny: Any, call
 
 def test_a_stage_that_stays_away_fails_every_request_with_its_name(make_tiny: Any) -> None:
     engine, back = make(make_tiny("dense"), {"forward": 2}, returns=False)
-    answers = [Answer(engine, prompt) for prompt in PROMPTS]
+    answers = [Answer(engine, prompt, max_tokens=20) for prompt in PROMPTS]
     for answer in answers:
         answer.wait()
         failed = answer.events[-1]
         assert isinstance(failed, Failed)
         assert "[5, 8)" in str(failed.error)
     back._returns = True
-    assert len(Answer(engine, PROMPTS[0]).wait()) == 20, "it serves again once the stage is back"
+    assert len(Answer(engine, PROMPTS[0], max_tokens=20).tokens) == 20, "it serves again once the stage is back"
     engine.stop()
 
 
 @pytest.mark.parametrize("call", ["forward", "open"])
-def test_a_refuge_that_breaks_fails_the_requests_and_not_the_engine(make_tiny: Any, call: str) -> None:
+def test_a_replacement_that_breaks_fails_the_requests_and_not_the_engine(make_tiny: Any, call: str) -> None:
     tiny = make_tiny("dense")
     back = Mortal(tiny.stage(Span(5, 8), slots=3), {call: 0}, returns=False)
 
@@ -125,9 +74,9 @@ def test_a_refuge_that_breaks_fails_the_requests_and_not_the_engine(make_tiny: A
         raise MemoryError("the device is full")
 
     pipeline = Pipeline([tiny.stage(Span(0, 5), slots=3), back], break_down)
-    engine = Engine(pipeline, PrefixCache(1 << 28), EngineSettings(context=1024, grid=64)).start()
+    engine = Engine(pipeline, PrefixCache(local_tiers(1 << 28)), EngineSettings(context=1024, grid=64)).start()
     for _ in range(2):
-        answer = Answer(engine, PROMPTS[0])
+        answer = Answer(engine, PROMPTS[0], max_tokens=20)
         answer.wait()
         failed = answer.events[-1]
         assert isinstance(failed, Failed)
@@ -140,7 +89,7 @@ def test_a_sequence_between_slot_and_line_is_answered_when_its_slot_cannot_be_cl
     tiny = make_tiny("dense")
     front, back = tiny.stage(Span(0, 5), slots=3), Mortal(tiny.stage(Span(5, 8), slots=3), {"forward": 1})
     pipeline = Pipeline([front, back])
-    engine = Engine(pipeline, PrefixCache(1 << 28), EngineSettings(context=1024, grid=64)).start()
+    engine = Engine(pipeline, PrefixCache(local_tiers(1 << 28)), EngineSettings(context=1024, grid=64)).start()
     close, recover = pipeline.close, back.recover
 
     def fail_once(slot: int) -> None:
@@ -152,7 +101,7 @@ def test_a_sequence_between_slot_and_line_is_answered_when_its_slot_cannot_be_cl
         pipeline.close = fail_once  # type: ignore[method-assign]
 
     back.recover = recover_and_fail  # type: ignore[method-assign]
-    answer = Answer(engine, PROMPTS[0])
+    answer = Answer(engine, PROMPTS[0], max_tokens=20)
     answer.wait()
     assert isinstance(answer.events[-1], Failed)
     engine.stop()
@@ -169,8 +118,8 @@ def test_a_loss_that_no_stage_owns_up_to_fails_the_requests_instead_of_starting_
         raise StageLost("the CPU threads did not answer")
 
     stage.forward = forward
-    engine = Engine(Pipeline([stage]), PrefixCache(1 << 28), EngineSettings(context=1024, grid=64)).start()
-    answer = Answer(engine, PROMPTS[0])
+    engine = Engine(Pipeline([stage]), PrefixCache(local_tiers(1 << 28)), EngineSettings(context=1024, grid=64)).start()
+    answer = Answer(engine, PROMPTS[0], max_tokens=20)
     answer.wait()
     failed = answer.events[-1]
     assert isinstance(failed, Failed)
@@ -200,7 +149,7 @@ def test_a_stage_that_is_lost_while_the_server_stops_is_not_brought_back(make_ti
 
     back.forward = forward  # type: ignore[attr-defined]
     back.recover = recover  # type: ignore[method-assign]
-    answers = [Answer(engine, prompt, 50) for prompt in PROMPTS]
+    answers = [Answer(engine, prompt, max_tokens=50) for prompt in PROMPTS]
     for answer in answers:
         answer.wait()
         ended = answer.events[-1]

@@ -1,19 +1,21 @@
-"""Several replicas behind one door: the prefix decides, then who is less busy; a dead one costs no request."""
+"""Several replicas behind one router: the prefix decides, then the load; a dead replica costs no request."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from support.answers import Answer
 
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.router import Router
-from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Started, Token
+from rekindle.engine.types import Failed, Finished, Request, Sampling, Started
 from rekindle.errors import BadRequest, PromptTooLong, QueueFull, StageLost
-from rekindle.prefix import PrefixCache
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
 from rekindle.stages import Pipeline
 
@@ -50,7 +52,9 @@ class House:
     def __init__(self, tiny: Any, count: int = 2, shared: PrefixCache | None = None, queue: int = 16) -> None:
         self.stages = [Mortal(tiny.stage(slots=2)) for _ in range(count)]
         settings = EngineSettings(context=1024, grid=64, queue=queue)
-        self.engines = [Engine(Pipeline([stage]), shared or PrefixCache(1 << 28), settings) for stage in self.stages]
+        self.engines = [
+            Engine(Pipeline([stage]), shared or PrefixCache(local_tiers(1 << 28)), settings) for stage in self.stages
+        ]
         self.router = Router(self.engines)
 
     def start(self) -> House:
@@ -81,32 +85,11 @@ def make_house(make_tiny: Any) -> Iterator[Callable[..., House]]:
             house.stop()
 
 
-class Answer:
-    def __init__(self, door: Router | Engine, tokens: list[int], count: int = 4, gate: threading.Event | None = None):
-        self.events: list[Event] = []
-        self._done = threading.Event()
-        self._gate = gate  # held back at the first token until it is open
-        prompt = Prompt(tuple(tokens), (Boundary(len(tokens), BoundaryKind.SYSTEM),))
-        door.submit(Request(str(id(self)), prompt, Sampling(temperature=0), count, frozenset(), sink=self._take))
-
-    def _take(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, Token) and self._gate is not None:
-            assert self._gate.wait(PATIENCE)
-        if isinstance(event, Finished | Failed):
-            self._done.set()
-
-    def wait(self) -> Answer:
-        assert self._done.wait(PATIENCE), "a request hangs"
-        return self
-
-    @property
-    def last(self) -> Event:
-        return self.wait().events[-1]
-
-    @property
-    def tokens(self) -> list[int]:
-        return [event.token for event in self.wait().events if isinstance(event, Token)]
+def ask(entry: Router | Engine, tokens: list[int], count: int = 4, gate: threading.Event | None = None) -> Answer:
+    """`gate`: the request is held back at its first token until it is open."""
+    prompt = Prompt(tuple(tokens), (Boundary(len(tokens), BoundaryKind.SYSTEM),))
+    held = None if gate is None else lambda _: gate.wait(PATIENCE)
+    return Answer(entry, prompt, at_token=held, max_tokens=count)
 
 
 def talk(seed: int, length: int = 130) -> list[int]:
@@ -115,14 +98,14 @@ def talk(seed: int, length: int = 130) -> list[int]:
 
 def test_a_conversation_returns_to_the_replica_that_holds_it(make_house: Callable[..., House]) -> None:
     house = make_house().start()
-    first = Answer(house.router, talk(1))
+    first = ask(house.router, talk(1))
     assert isinstance(first.last, Finished)
     home = house.computed.index(130)
-    other = Answer(house.engines[1 - home], talk(2))  # the other replica holds another conversation
+    other = ask(house.engines[1 - home], talk(2))  # the other replica holds another conversation
     assert isinstance(other.last, Finished)
     for seed, place in ((1, home), (2, 1 - home), (1, home)):
         before = house.computed
-        finished = Answer(house.router, [*talk(seed), 5, 6, 7]).last
+        finished = ask(house.router, [*talk(seed), 5, 6, 7]).last
         assert isinstance(finished, Finished)
         assert finished.cache.restored >= 130
         assert house.computed[1 - place] == before[1 - place], "the other replica ran nothing"
@@ -131,8 +114,8 @@ def test_a_conversation_returns_to_the_replica_that_holds_it(make_house: Callabl
 def test_among_equals_the_less_busy_one_takes_it(make_house: Callable[..., House]) -> None:
     house = make_house().start()
     gate = threading.Event()
-    answers = [Answer(house.router, talk(seed), gate=gate) for seed in range(4)]
-    assert sorted(home for home, _ in house.router._running.values()) == [0, 0, 1, 1]
+    answers = [ask(house.router, talk(seed), gate=gate) for seed in range(4)]
+    assert sorted(home for home, *_ in house.router._running.values()) == [0, 0, 1, 1]
     gate.set()
     assert all(isinstance(answer.last, Finished) for answer in answers)
     assert house.router._running == {}
@@ -142,9 +125,9 @@ def test_among_equals_the_less_busy_one_takes_it(make_house: Callable[..., House
 def test_a_prompt_that_is_being_run_draws_its_twin(make_house: Callable[..., House]) -> None:
     house = make_house().start()
     gate = threading.Event()
-    first = Answer(house.router, talk(1), gate=gate)
-    twin = Answer(house.router, [*talk(1), 9])
-    homes = {home for home, _ in house.router._running.values()}
+    first = ask(house.router, talk(1), gate=gate)
+    twin = ask(house.router, [*talk(1), 9])
+    homes = {home for home, *_ in house.router._running.values()}
     assert len(homes) == 1
     gate.set()
     assert isinstance(first.last, Finished) and isinstance(twin.last, Finished)
@@ -152,35 +135,42 @@ def test_a_prompt_that_is_being_run_draws_its_twin(make_house: Callable[..., Hou
 
 
 def test_replicas_that_share_a_cache_restore_what_another_has_computed(make_house: Callable[..., House]) -> None:
-    house = make_house(shared=PrefixCache(1 << 28)).start()
-    Answer(house.engines[0], talk(1)).wait()
-    finished = Answer(house.engines[1], [*talk(1), 5]).last
+    house = make_house(shared=PrefixCache(local_tiers(1 << 28))).start()
+    ask(house.engines[0], talk(1)).wait()
+    until = time.monotonic() + 20
+    while not house.engines[0].prefixes.known_length(talk(1)):  # published in the background
+        assert time.monotonic() < until, "nothing was published"
+    finished = ask(house.engines[1], [*talk(1), 5]).last
     assert isinstance(finished, Finished)
-    assert finished.cache.restored_ram >= 130
+    assert finished.cache.restored_from["ram"] >= 130
     assert house.router.status().cache.published == house.engines[0].status().cache.published
+
+
+def request_of(tokens: list[int]) -> Request:
+    return Request("busy", Prompt(tuple(tokens)), Sampling(), 1, frozenset(), sink=lambda event: None)
 
 
 def test_a_request_without_a_token_moves_on_when_its_replica_dies(make_house: Callable[..., House]) -> None:
     house = make_house().start()
-    expected = Answer(house.engines[1], talk(3)).tokens
+    expected = ask(house.engines[1], talk(3)).tokens
     house.stages[0].dies_in = 1  # in the middle of the prompt
-    house.router._running["busy"] = (1, np.zeros(1))  # so that replica 0 is asked first
-    answer = Answer(house.router, talk(4))
+    house.router._running["busy"] = (1, request_of([0]), np.zeros(1))  # so that replica 0 is asked first
+    answer = ask(house.router, talk(4))
     assert isinstance(answer.last, Finished)
     assert sum(isinstance(event, Started) for event in answer.events) == 1
-    assert house.router._order(np.asarray(talk(9))) == [1, 0], "for a while it is asked last, busy as the other may be"
+    assert house.router._order(request_of(talk(9))) == [1, 0], "for a while it is asked last, busy as the other may be"
     del house.router._running["busy"]
     before = house.engines[0].status().computed_tokens
     for seed in (5, 6, 3):
-        assert isinstance(Answer(house.router, talk(seed)).last, Finished)
+        assert isinstance(ask(house.router, talk(seed)).last, Finished)
     assert house.engines[0].status().computed_tokens == before, "nobody goes where a stage was just lost"
-    assert Answer(house.router, talk(3)).tokens == expected
+    assert ask(house.router, talk(3)).tokens == expected
 
 
 def test_a_request_whose_answer_has_begun_ends_with_the_loss(make_house: Callable[..., House]) -> None:
     house = make_house().start()
     house.stages[0].dies_in = 5  # three chunks, then two tokens more
-    answer = Answer(house.router, talk(1), count=20)  # replica 0 is asked first, and the other one could take it
+    answer = ask(house.router, talk(1), count=20)  # replica 0 is asked first, and the other one could take it
     assert isinstance(answer.last, Failed)
     assert isinstance(answer.last.error, StageLost)
     assert 0 < len(answer.tokens) < 20
@@ -190,24 +180,24 @@ def test_a_request_whose_answer_has_begun_ends_with_the_loss(make_house: Callabl
 
 def test_where_all_refuse_the_reason_of_the_best_one_is_given(make_house: Callable[..., House]) -> None:
     house = make_house(queue=1)  # not started: what is taken waits
-    door = house.router
-    Answer(door, talk(1))
-    Answer(door, talk(2))
+    entry = house.router
+    ask(entry, talk(1))
+    ask(entry, talk(2))
     with pytest.raises(QueueFull, match="the queue holds 1"):
-        Answer(door, talk(3))
+        ask(entry, talk(3))
     with pytest.raises(PromptTooLong):
-        Answer(door, [1] * 2000)
+        ask(entry, [1] * 2000)
     with pytest.raises(BadRequest):
-        Answer(door, [])
-    assert len(door._running) == 2
+        ask(entry, [])
+    assert len(entry._running) == 2
 
 
 def test_a_cancelled_request_ends_wherever_it_is(make_house: Callable[..., House]) -> None:
     house = make_house().start()
     gate = threading.Event()
-    answers = [Answer(house.router, talk(seed), count=200, gate=gate) for seed in range(2)]
+    answers = [ask(house.router, talk(seed), count=200, gate=gate) for seed in range(2)]
     for answer in answers:
-        house.router.cancel(str(id(answer)))
+        house.router.cancel(answer.id)
     gate.set()
     assert all(isinstance(a.last, Finished) and a.last.reason == "cancelled" for a in answers)
 
@@ -217,39 +207,39 @@ def test_a_request_that_is_cancelled_while_it_moves_ends_too(make_house: Callabl
     house = make_house().start()
     house.stages[0].dies_in = 1
     second = house.engines[1]
-    submit, outlive = second.submit, house.router.outlive
+    submit, reroute = second.submit, house.router.reroute
 
     def cancel_before(errand: Any, error: StageLost) -> bool:
         house.router.cancel(errand.request.id)
-        return outlive(errand, error)
+        return reroute(errand, error)
 
     def cancel_between(request: Request) -> None:
         house.router.cancel(request.id)  # neither replica has it now
         submit(request)
 
     if moment == "before":
-        house.router.outlive = cancel_before  # type: ignore[method-assign]
+        house.router.reroute = cancel_before  # type: ignore[method-assign]
     else:
         second.submit = cancel_between  # type: ignore[method-assign]
-    answer = Answer(house.router, talk(4), count=500)
+    answer = ask(house.router, talk(4), count=500)
     last = answer.last
     assert isinstance(last, Failed) if moment == "before" else isinstance(last, Finished) and last.reason == "cancelled"
     assert len(answer.tokens) < 500
-    assert house.router._errands == {} == house.router._running
+    assert house.router._routed == {} == house.router._running
 
 
 def test_the_status_counts_every_replica(make_house: Callable[..., House]) -> None:
     house = make_house().start()
     for seed in (1, 2, 3):
-        Answer(house.router, talk(seed)).wait()
+        ask(house.router, talk(seed)).wait()
     status = house.router.status()
     assert status.computed_tokens == 390
     assert status.slots == 4
     assert status.cache.published == sum(engine.status().cache.published for engine in house.engines)
     assert sum(status.cache.misses.values()) == 3
     assert status.broken is None
-    house.engines[0]._broken = "a slot could not be closed"
+    house.engines[0]._inbox.broken = "a slot could not be closed"
     assert house.router.status().broken is None, "the other one serves"
-    assert isinstance(Answer(house.router, talk(1)).last, Finished)
-    house.engines[1]._broken = "neither could this one"
+    assert isinstance(ask(house.router, talk(1)).last, Finished)
+    house.engines[1]._inbox.broken = "neither could this one"
     assert house.router.status().broken == "a slot could not be closed; neither could this one"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from snapshot_lab import PLENTY, Answer, Lab, RecordingCache, logit_distance, random_tokens, same_bits
+from support.snapshot_lab import PLENTY, Answer, Lab, RecordingCache, logit_distance, random_tokens, same_bits
 
 from rekindle.build import Built, build_engine
 from rekindle.config import Config
@@ -189,7 +189,7 @@ def test_a_restored_run_gives_the_log_probabilities_of_the_run_that_never_stoppe
         engine = lab.engine(folder)
     second = Answer(engine, longer, max_tokens=6)
     cache = second.finished.cache
-    assert (cache.restored_ram, cache.restored_disk) == ((175, 0) if where == "ram" else (0, 175))
+    assert (cache.restored_from["ram"], cache.restored_from["disk"]) == ((175, 0) if where == "ram" else (0, 175))
     assert cache.computed == 51, "the last token was drawn and never consumed"
     engine.stop()
     assert isinstance(engine.prefixes, RecordingCache)
@@ -214,9 +214,10 @@ def test_a_key_is_exactly_as_long_as_its_state_and_never_rounded_to_the_grid(lab
         assert other.finished.cache.computed == 20
     engine.stop()
     for entry in engine.prefixes.entries():
-        assert entry.snapshot is not None
-        assert len(entry.snapshot.tokens) == entry.position
-        assert same_bits(entry.snapshot, lab.never_stopped(entry.snapshot))
+        snapshot = engine.prefixes.at_hand(entry)
+        assert snapshot is not None
+        assert len(snapshot.tokens) == entry.position
+        assert same_bits(snapshot, lab.never_stopped(snapshot))
 
 
 def test_the_newest_boundary_is_captured_so_the_chain_advances_every_turn(lab: Lab) -> None:
@@ -292,5 +293,6 @@ def test_an_evicted_key_never_finds_the_state_of_another(lab: Lab, folder: Path)
         engine.stop()
         assert sum(engine.prefixes.stats().evictions.values()) > 0
         for entry in engine.prefixes.entries():
-            if entry.snapshot is not None:
-                assert same_bits(entry.snapshot, lab.never_stopped(entry.snapshot))
+            snapshot = engine.prefixes.at_hand(entry)
+            if snapshot is not None:
+                assert same_bits(snapshot, lab.never_stopped(snapshot))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +54,7 @@ def test_every_swap_is_a_gain_and_swapping_ends(values: list[float], data: st.Da
 
 costs = st.builds(
     CostModel,
-    link=st.floats(1, 1e6),
+    pcie=st.floats(1, 1e6),
     host_call=st.floats(0, 100),
     host_expert=st.floats(0, 1e4),
     host_pair=st.floats(0.5, 1e3),
@@ -71,13 +74,13 @@ def test_costs_grow_with_the_work(cost: CostModel, cold: int, pairs: int) -> Non
 @given(costs, st.integers(1, 255))
 def test_a_long_enough_prefill_is_always_streamed(cost: CostModel, cold: int) -> None:
     """The weights go over the link once, whatever the rows; the CPU pays for each of them."""
-    enough = int(2 * 256 * 1_800_000 / cost.link / (cost.host_pair - cost.device_pair)) + 1
+    enough = int(2 * 256 * 1_800_000 / cost.pcie / (cost.host_pair - cost.device_pair)) + 1
     assert not cost.prefers_host(enough, cold, 256, 1_800_000)
 
 
 def test_a_slow_link_and_few_tokens_mean_the_cpu_and_a_fast_one_means_streaming() -> None:
-    slow = CostModel(link=5_000, host_call=20, host_expert=100, host_pair=20, device_pair=0.1)
-    fast = CostModel(link=50_000, host_call=20, host_expert=100, host_pair=20, device_pair=0.1)
+    slow = CostModel(pcie=5_000, host_call=20, host_expert=100, host_pair=20, device_pair=0.1)
+    fast = CostModel(pcie=50_000, host_call=20, host_expert=100, host_pair=20, device_pair=0.1)
     assert slow.prefers_host(8, 128, 256, 1_800_000)
     assert not fast.prefers_host(8, 128, 256, 1_800_000)
     assert not slow.prefers_host(8 * 512, 128, 256, 1_800_000)
@@ -165,3 +168,36 @@ def test_a_bad_counts_file_is_a_start_without_counts(tmp_path: Path, content: by
     file.counts.values[0, 0] = 1
     file.save()
     assert CountsFile(tmp_path, "abc", 2, 3).counts.values[0, 0] == 1
+
+
+def _lie_about_the_shape(path: Path) -> None:
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000, 8), }".ljust(117) + b"\n"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(64))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        os.mkfifo,
+        Path.mkdir,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: (path.touch(), os.truncate(path, 100 << 30)),
+        _lie_about_the_shape,
+    ],
+)
+def test_counts_that_are_no_file_of_ours_are_a_start_without_them(
+    tmp_path: Path, damage: Callable[[Path], Any]
+) -> None:
+    damage(tmp_path / "routing-abc.npy")
+    assert CountsFile(tmp_path, "abc", 2, 8).counts.is_empty
+
+
+def test_counts_are_for_their_owner_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        file = CountsFile(tmp_path, "abc", 2, 8)
+        file.counts.values[:] = 1
+        file.save()
+    finally:
+        os.umask(before)
+    assert file.path.stat().st_mode & 0o777 == 0o600

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rekindle.experts import packed
+from rekindle.experts import packed, planes
 from rekindle.experts.cost import CostModel
 from rekindle.experts.counts import LayerCounter, RoutingCounts
 from rekindle.experts.expert_set import ExpertSet, Way
@@ -26,9 +26,8 @@ from rekindle.placement import LayerSizes, reserve
 
 CPU = torch.device("cpu")
 EXPERTS, HIDDEN, WIDTH, USED = 7, 256, 32, 2  # small: the interpreter takes milliseconds for every program
-STAGED = packed.STAGED
 BRING = CostModel.same_memory()
-ON_HOST = CostModel(link=1e-9, host_call=0, host_expert=0, host_pair=0, device_pair=0)
+ON_HOST = CostModel(pcie=1e-9, host_call=0, host_expert=0, host_pair=0, device_pair=0)
 
 
 def random_rows(type: str, rows: int, columns: int, seed: int) -> np.ndarray:
@@ -68,8 +67,8 @@ class Layer:
         ids, weights = route(h, self.router, USED)
         return moe(h, ids, weights, *self.stacks, self.shared)
 
-    def cold(self, hot: list[int], ring: int, cost: CostModel = BRING) -> ExpertSet:
-        residency = Residency(hot, ring, EXPERTS, CPU)
+    def cold(self, hot: list[int], cache_slots: int, cost: CostModel = BRING) -> ExpertSet:
+        residency = Residency(hot, cache_slots, EXPERTS, CPU)
         weights = PackedWeights(self.stored, residency, CPU)
         counter = LayerCounter(RoutingCounts(1, EXPERTS), 0, CPU)
         return ExpertSet(self.router, USED, weights, residency, self.shared, cost, counter)
@@ -77,7 +76,7 @@ class Layer:
 
 @pytest.fixture(autouse=True)
 def _small_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "STAGED", 2)
+    monkeypatch.setattr(packed, "STAGED_EXPERTS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +92,12 @@ def close(have: torch.Tensor, want: torch.Tensor) -> bool:
     return bool((have - want).norm() < 1e-5 * want.norm())
 
 
-@pytest.mark.parametrize(("rows", "ring", "way"), [(3, 4, Way.RING), (5, 0, Way.STREAM)])
+@pytest.mark.parametrize(("rows", "cache_slots", "way"), [(3, 4, Way.CACHE), (5, 0, Way.STREAM)])
 @pytest.mark.parametrize("hot", [[], [1, 4, 5]])
-def test_ring_and_stream_give_what_all_hot_gives(layer: Layer, rows: int, ring: int, way: Way, hot: list[int]) -> None:
-    experts = layer.cold(hot, ring)
+def test_cache_and_stream_give_what_all_hot_gives(
+    layer: Layer, rows: int, cache_slots: int, way: Way, hot: list[int]
+) -> None:
+    experts = layer.cold(hot, cache_slots)
     assert experts.way(rows) is way
     h = drawn(rows, 0)
     assert close(experts.forward(h), layer.expected(h))
@@ -104,7 +105,7 @@ def test_ring_and_stream_give_what_all_hot_gives(layer: Layer, rows: int, ring: 
 
 
 @pytest.mark.parametrize("up", ["Q6_K", "Q4_K"], ids=["by group", "by pair"])
-def test_a_ring_step_gives_the_very_bits_of_all_hot(up: str) -> None:
+def test_a_cache_step_gives_the_very_bits_of_all_hot(up: str) -> None:
     """The same kernel reads the same planes, only from another slot."""
     layer = Layer(up)
     experts = layer.cold([2, 3], 2)
@@ -114,13 +115,13 @@ def test_a_ring_step_gives_the_very_bits_of_all_hot(up: str) -> None:
     assert not experts.can_record(packed.TURNS + 1)
 
 
-def test_the_host_gives_what_all_hot_gives_and_fills_the_ring(layer: Layer) -> None:
+def test_the_host_gives_what_all_hot_gives_and_fills_the_cache(layer: Layer) -> None:
     experts = layer.cold([2, 3], 2, ON_HOST)
     for seed in range(2):
         h = drawn(3, seed)
         assert experts.way(3) is Way.HOST
         assert close(experts.forward(h), layer.expected(h))
-    experts.settle(0)
+    experts.poll(0)
     assert experts.residency.owner.ge(0).any()
     experts.residency.check()
     check_planes(layer, experts)
@@ -149,14 +150,14 @@ def check_planes(layer: Layer, experts: ExpertSet) -> None:
     assert [expert for expert, place in enumerate(places) if place < 0] == sorted(experts.residency.hot)
     assert sorted(place for place in places if place >= 0) == list(range(EXPERTS - len(experts.residency.hot)))
     for want, here, there in zip(layer.stacks, weights.stacks, weights.host_stacks, strict=True):
-        for mine, slots, hosted in zip(*map(packed._by_expert, (want, here, there)), strict=True):
+        for mine, slots, hosted in zip(*map(planes.by_expert, (want, here, there)), strict=True):
             for expert in range(EXPERTS):
                 assert table[expert] < 0 or torch.equal(slots[table[expert]], mine[expert])
                 assert places[expert] < 0 or torch.equal(hosted[places[expert]], mine[expert])
 
 
 def test_planes_and_staging_take_the_bytes_that_the_plan_counts(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reserve, "STAGED_EXPERTS", packed.STAGED)
+    monkeypatch.setattr(reserve, "STAGED_EXPERTS", packed.STAGED_EXPERTS)
     weights = layer.cold([0, 1], 2).weights
     assert isinstance(weights, PackedWeights)
     counted = [packed_bytes(part.type, part.shape[1] * part.shape[2]) for part in layer.stored.parts]
@@ -164,10 +165,6 @@ def test_planes_and_staging_take_the_bytes_that_the_plan_counts(layer: Layer, mo
     assert weights.expert_bytes == expert
     staging = sum(stack.nbytes for half in weights.staging.halves for stack in half)
     assert staging == reserve.staging_bytes({0: LayerSizes(0, expert=expert, experts=EXPERTS)})
-
-
-def test_the_plan_and_the_layers_agree_on_the_size_of_the_staging_area() -> None:
-    assert STAGED == reserve.STAGED_EXPERTS
 
 
 def test_costs_are_measured_without_touching_a_slot(layer: Layer) -> None:
@@ -178,7 +175,7 @@ def test_costs_are_measured_without_touching_a_slot(layer: Layer) -> None:
     cost = measure_costs(weights, experts.residency, HIDDEN, torch.float32)
     after = [plane for stack in weights.stacks for plane in stack.planes.planes]
     assert all(map(torch.equal, before, after))
-    assert cost.link > 0
+    assert cost.pcie > 0
     assert cost.host_expert >= 0
     assert min(cost.host_call, cost.host_pair, cost.device_pair) >= 0
 
@@ -190,24 +187,24 @@ def _bring_kernel(pieces, count, place, slot, WORDS: tl.constexpr):  # type: ign
 
 def test_the_programs_of_gate_and_up_bring_an_expert_whole_and_nothing_else() -> None:
     weights = PackedWeights(Layer().stored, Residency([2, 0], 3, EXPERTS, CPU), CPU)
-    before = [[plane.clone() for plane in packed._by_expert(stack)] for stack in weights.stacks]
-    parts = packed.make_parts(weights.host_stacks, weights.stacks, CPU)
+    before = [[plane.clone() for plane in planes.by_expert(stack)] for stack in weights.stacks]
+    parts = planes.make_parts(weights.host_stacks, weights.stacks, CPU)
     assert parts is not None
     programs, count, _ = parts.pieces.shape
     assert programs == WIDTH // 16
     _bring_kernel[(programs,)](parts.pieces, count, 4, 3, WORDS=parts.words)  # from place 4 to slot 3
     for stack, source, old in zip(weights.stacks, weights.host_stacks, before, strict=True):
-        for here, there, was in zip(packed._by_expert(stack), packed._by_expert(source), old, strict=True):
+        for here, there, was in zip(planes.by_expert(stack), planes.by_expert(source), old, strict=True):
             assert torch.equal(here[3], there[4])
             assert torch.equal(here[[0, 1, 2, 4]], was[[0, 1, 2, 4]])
 
 
 def test_every_program_brings_the_very_rows_that_it_multiplies() -> None:
     weights = PackedWeights(Layer().stored, Residency([2, 0], 3, EXPERTS, CPU), CPU)
-    parts = packed.make_parts(weights.host_stacks, weights.stacks, CPU)
+    parts = planes.make_parts(weights.host_stacks, weights.stacks, CPU)
     assert parts is not None
     _bring_kernel[(1,)](parts.pieces, parts.pieces.shape[1], 4, 3, WORDS=parts.words)  # the first program alone
     for stack, source in zip(weights.stacks[:2], weights.host_stacks[:2], strict=True):
-        for here, there in zip(packed._by_expert(stack), packed._by_expert(source), strict=True):
+        for here, there in zip(planes.by_expert(stack), planes.by_expert(source), strict=True):
             assert torch.equal(here[3, :16], there[4, :16])
             assert not here[3, 16:].any()

@@ -1,4 +1,4 @@
-"""Who is in which slot: the ring takes in what is used, forgets the oldest, and loses nobody."""
+"""Which expert is in which slot: the cache takes in what is used, evicts the oldest, and loses no expert."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_share_of_the_missing_that_is_left_to_the_cpu_takes_turns() -> None:
     assert left == {1, 2, 3}
 
 
-def test_a_swap_frees_the_ring_slot_of_the_one_that_became_hot() -> None:
+def test_a_swap_frees_the_cache_slot_of_the_one_that_became_hot() -> None:
     residency = Residency([0, 1], 2, EXPERTS, CPU)
     residency.admit(tensor(8, 9), tally())
     assert residency.swap(goes=1, comes=8) == 1
@@ -80,15 +80,15 @@ def test_a_newcomer_is_named_only_after_it_has_arrived() -> None:
     load = residency.make_room(tensor(4, 4, 0, 3))
     assert load.tolist() == [4, -1]
     assert residency.table[4] == -1
-    residency.settle(load)
+    residency.finish_loading(load)
     assert residency.table[4] == 1
     residency.check()
     assert residency.make_room(tensor(0, 4)).tolist() == [-1, -1]  # nothing is missing, so nobody leaves
     assert residency.table[4] == 1
 
 
-def test_more_pairs_than_ring_slots_are_refused() -> None:
-    with pytest.raises(AssertionError, match="3 pairs may need more slots than the ring's 2"):
+def test_more_pairs_than_cache_slots_are_refused() -> None:
+    with pytest.raises(AssertionError, match="3 pairs may need more slots than the cache's 2"):
         Residency([], 2, EXPERTS, CPU).admit(tensor(1, 2, 3), tally())
 
 
@@ -104,16 +104,16 @@ steps = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=6), 
     st.sampled_from([0, 2**31 - 3]),  # after a month a step has more than 32 bits
 )
 def test_the_kernel_does_what_the_definition_says(
-    hot: set[int], ring: int, asked: list[list[int]], table: tuple[int, ...] | None, step: int
+    hot: set[int], cache_slots: int, asked: list[list[int]], table: tuple[int, ...] | None, step: int
 ) -> None:
     takes = None if table is None else torch.tensor(table, dtype=torch.int32)
-    ring = min(ring, EXPERTS - len(hot))
-    plain, fast = (Residency(sorted(hot), ring, EXPERTS, CPU) for _ in range(2))
+    cache_slots = min(cache_slots, EXPERTS - len(hot))
+    plain, fast = (Residency(sorted(hot), cache_slots, EXPERTS, CPU) for _ in range(2))
     for each in (plain, fast):
         each.step.fill_(step)
     counted, counted_fast = tally(), tally()
     for ids in asked:
-        some = tensor(*ids[:ring])
+        some = tensor(*ids[:cache_slots])
         slots, load = plain.admit(some, counted, takes)
         slots_fast, load_fast = on_device.admit(fast, some, counted_fast, takes)
         names = ("slots", "load", "table", "owner", "used_at", "step", "tally")

@@ -1,4 +1,4 @@
-"""The import table of docs/design.md is the law; this reads both and compares."""
+"""The import table of docs/architecture.md is the law; this reads both and compares."""
 
 from __future__ import annotations
 
@@ -10,24 +10,37 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "rekindle"
-NO_TORCH = {"api", "text", "placement", "config", "errors", "spec", "prompt", "batch"}
+NO_TORCH = {
+    "api",
+    "text",
+    "placement",
+    "models",
+    "config",
+    "errors",
+    "spec",
+    "buffers",
+    "prompt",
+    "batch",
+    "workers",
+    "grammar",
+}
 
 
 def table() -> dict[str, set[str] | None]:
-    """Room -> rooms it may import; None stands for every room."""
+    """Package -> packages it may import; None stands for every package."""
     rows: dict[str, set[str] | None] = {}
-    for line in (ROOT / "docs" / "design.md").read_text().splitlines():
+    for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("| `") or len(cells) != 4:
             continue
-        allowed = None if cells[2] == "every room" else set(re.findall(r"`(\w+)/?`", cells[2]))
-        for room in re.findall(r"`(\w+)/?`", cells[0]):
-            rows[room] = allowed
+        allowed = None if cells[2] == "every package" else set(re.findall(r"`(\w+)/?`", cells[2]))
+        for package in re.findall(r"`(\w+)/?`", cells[0]):
+            rows[package] = allowed
     return rows
 
 
-def hall() -> set[str]:
-    line = next(line for line in (ROOT / "docs" / "design.md").read_text().splitlines() if "(the hall)" in line)
+def common() -> set[str]:
+    line = next(line for line in (ROOT / "docs" / "architecture.md").read_text().splitlines() if "(common)" in line)
     return set(re.findall(r"`(\w+)`", line.split("|")[1]))
 
 
@@ -47,26 +60,26 @@ def modules() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_room_imports_only_what_the_table_allows(path: Path) -> None:
-    rooms, room = table(), room_of(path)
-    assert room in rooms, f"{room} is not in the table of docs/design.md"
-    allowed = rooms[room]
+def test_a_package_imports_only_what_the_table_allows(path: Path) -> None:
+    packages, package = table(), package_of(path)
+    assert package in packages, f"{package} is not in the table of docs/architecture.md"
+    allowed = packages[package]
     for name in imports(path):
         parts = name.split(".")
-        if parts[0] != "rekindle" or len(parts) == 1 or parts[1] in hall() | {room, "__version__"}:
+        if parts[0] != "rekindle" or len(parts) == 1 or parts[1] in common() | {package, "__version__"}:
             continue
-        assert allowed is None or parts[1] in allowed, f"{room} imports {name}; the table allows {sorted(allowed)}"
+        assert allowed is None or parts[1] in allowed, f"{package} imports {name}; the table allows {sorted(allowed)}"
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in modules() if room_of(p) in NO_TORCH], ids=lambda p: str(p.relative_to(PACKAGE))
+    "path", [p for p in modules() if package_of(p) in NO_TORCH], ids=lambda p: str(p.relative_to(PACKAGE))
 )
-def test_rooms_without_torch_do_not_import_it(path: Path) -> None:
+def test_packages_without_torch_do_not_import_it(path: Path) -> None:
     assert not any(name.split(".")[0] in {"torch", "triton"} for name in imports(path))
 
 
@@ -74,3 +87,13 @@ def test_the_table_is_read() -> None:
     assert table()["snapshots"] == set()
     assert "stages" in (table()["engine"] or set())
     assert table()["build"] is None
+
+
+def test_no_two_packages_import_each_other() -> None:
+    pairs = {
+        (package_of(path), name.split(".")[1])
+        for path in modules()
+        for name in imports(path)
+        if name.startswith("rekindle.") and name.split(".")[1] != package_of(path)
+    }
+    assert not {(a, b) for a, b in pairs if (b, a) in pairs}

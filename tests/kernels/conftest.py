@@ -1,15 +1,15 @@
-"""Kernels are tested on the CPU: Triton runs in its interpreter, which must be chosen before triton is imported."""
+"""Kernels run in Triton's interpreter, on CPU tensors; with --gpu compiled, on tensors of the GPU."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-
-os.environ["TRITON_INTERPRET"] = "1"
+from pathlib import Path
 
 import pytest
 import torch
+from support.environment import ON_GPU
 
+from rekindle.kernels import device
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import PAGE
 
@@ -36,6 +36,25 @@ def make_ragged(segments: Sequence[tuple[int, int, int]], tables: Sequence[Seque
     )
 
 
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All but the kernels in C."""
+    for item in items:
+        if HERE in item.path.parents and HERE / "native" not in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tensors that name no device are made where the kernels run."""
+    on_gpu = ON_GPU and "gpu" in request.keywords
+    torch.set_default_device("cuda:0" if on_gpu else None)
+    yield
+    torch.set_default_device(None)
+
+
 @pytest.fixture(name="make_ragged")
 def _make_ragged() -> Callable[..., Ragged]:
     return make_ragged
@@ -47,3 +66,9 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[101_376, 65_536], ids=["99 KiB", "64 KiB"])
+def small_card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels take the forms of a card with so much shared memory per program."""
+    monkeypatch.setattr(device, "shared_memory", lambda _: request.param)

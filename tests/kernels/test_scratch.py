@@ -9,8 +9,6 @@ from typing import TypeVar
 import torch
 
 from rekindle.kernels.matmul.scratch import Scratch, expanding_into, scratch
-from rekindle.kernels.matmul.triton import SCRATCH
-from rekindle.placement.reserve import EXPANDED
 
 T = TypeVar("T")
 LIKE = torch.empty(0)
@@ -22,10 +20,6 @@ def on_another_thread(work: Callable[[], T]) -> T:
     thread.start()
     thread.join()
     return found[0]
-
-
-def test_the_plan_reserves_the_scratch_that_the_kernels_take() -> None:
-    assert EXPANDED == SCRATCH
 
 
 def test_one_buffer_of_the_planned_size_serves_every_product_and_every_thread() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.paper_machine import GIB, KIB, MIB, cpu, dense, gpu, moe, one_gpu
 
 from rekindle.errors import BadConfig, BadModelFile, DoesNotFit
 from rekindle.placement import (
@@ -18,22 +19,19 @@ from rekindle.placement import (
     Wishes,
     alternatives,
     known_shapes,
-    kv_token_bytes,
     make_plan,
     plan_as_json,
     show_plan,
     sizes_from_tensors,
     way_out,
 )
+from rekindle.placement.mixers import MixerSums
 from rekindle.placement.place import Placer
-from rekindle.placement.reserve import rewind_bytes, state_bytes, window_bytes
 from rekindle.placement.shapes import known_tensors
 from rekindle.placement.show import BAR, bar
 from rekindle.placement.table import cold_expert_table
 from rekindle.placement.units import gib
 from rekindle.spec import PAGE
-
-from .paper import GIB, KIB, MIB, cpu, dense, gpu, moe, one_gpu
 
 
 def plan_of(model: str, mix: str, budget: int, wishes: Wishes) -> Plan:
@@ -46,24 +44,24 @@ def plan_of(model: str, mix: str, budget: int, wishes: Wishes) -> Plan:
 )
 def test_state_and_kv_of_the_known_models(model: str, kv: int, state: int, window: float) -> None:
     spec, _ = known_shapes(model, "Q4_K_M")
-    delta = len(spec.delta_layers())
-    assert kv_token_bytes(spec, "bf16") * len(spec.attention_layers()) == kv
-    assert state_bytes(spec, delta) == state
-    assert window_bytes(spec, delta) == window * MIB
+    mixers = MixerSums(spec).of(spec.whole)
+    assert mixers.page_bytes("bf16") == PAGE * kv
+    assert mixers.slot_bytes() == {"recurrent state": state, "conv windows": window * MIB}
 
 
 def test_q8_kv_of_the_known_models() -> None:
     """10.6 KiB and 34 KiB a token."""
     small, large = (known_shapes(name, "Q4_K_M")[0] for name in ("35B-A3B", "27B"))
-    assert kv_token_bytes(small, "q8") * 10 == 10_880
-    assert kv_token_bytes(large, "q8") * 16 == 34 * KIB
+    assert small.attention.token_bytes("q8") * 10 == 10_880
+    assert large.attention.token_bytes("q8") * 16 == 34 * KIB
 
 
 def test_rewind_rows_are_cheaper_than_states_per_token() -> None:
     """27B, 16 rows: k and δ of 48 heads · 128, g, and 10,240 convolution inputs; a state per row would be 2.25 GiB."""
     spec, _ = known_shapes("27B", "Q4_K_M")
-    assert rewind_bytes(spec, 1, 16) == 16 * (10_240 + 48 * (128 + 128 + 1)) * 4
-    assert rewind_bytes(spec, 48, 16) < 16 * state_bytes(spec, 48) / 30
+    mixers = MixerSums(spec).of(spec.whole)
+    assert mixers.rewind_bytes(16) == 48 * 16 * (10_240 + 48 * (128 + 128 + 1)) * 4
+    assert mixers.rewind_bytes(16) < 16 * mixers.slot_bytes()["recurrent state"] / 30
 
 
 def test_file_sizes_of_the_known_models() -> None:
@@ -111,7 +109,7 @@ def test_a_stage_of_deltanet_layers_has_no_kv_and_no_pool_to_fill() -> None:
     spec, sizes = moe()
     machine = Machine((gpu(GIB, "a"), gpu(GIB, "b")), 8 * GIB)
     first = make_plan(machine, spec, sizes, Wishes(131_072, split=(3, 5))).stage(0)
-    assert (first.page_bytes, first.bytes_of("KV pool"), first.pool_is_on) == (0, 0, False)
+    assert (first.page_bytes, first.bytes_of("KV pool"), first.pool_may_fill) == (0, 0, False)
 
 
 def test_sizes_come_from_a_header() -> None:
@@ -175,8 +173,8 @@ def test_bad_headers_are_one_clear_error() -> None:
         ({"kv_type": "q4"}, "--kv-type is 'q4', known types are bf16, f16, f32, q8"),
         ({"kv_mode": "fast"}, "--kv-mode is 'fast', known modes are exact, sparse"),
         ({"pool": 0}, "pool is 0"),
-        ({"ring_share": 1.5}, "ring_share is 1.5"),
-        ({"ring_share": float("nan")}, "ring_share is nan"),
+        ({"expert_cache_share": 1.5}, "expert_cache_share is 1.5"),
+        ({"expert_cache_share": float("nan")}, "expert_cache_share is nan"),
         ({"rewind_rows": -1}, "rewind_rows is -1"),
         ({"compute_bytes": 3}, "compute_bytes is 3, activations are 2 or 4 bytes wide"),
         ({"chunk": 0}, "chunk is 0"),
@@ -221,8 +219,8 @@ def test_wishes_that_contradict_the_model_are_one_clear_error() -> None:
             make_plan(one_gpu(GIB), spec, sizes, wishes)
     with pytest.raises(BadConfig, match="sizes describe 8 layers, the model has 4"):
         make_plan(one_gpu(GIB), moe(layers=4)[0], sizes, Wishes(4096))
-    odd = replace(spec, attention=replace(spec.attention, head_dim=24))
-    with pytest.raises(BadConfig, match="q8 KV packs 32 values, the model's heads have 24"):
+    odd = replace(spec, mixers=(replace(spec.attention, head_dim=24),) * spec.layers)
+    with pytest.raises(BadConfig, match="q8 packs 32 values at a time, the model's heads have 24"):
         make_plan(one_gpu(GIB), odd, sizes, Wishes(4096, kv_type="q8"))
 
 
@@ -253,10 +251,10 @@ def test_little_ram_limits_what_all_sequences_hold_together() -> None:
 def test_ram_is_used_to_the_last_page() -> None:
     spec, sizes = dense()
     wishes = Wishes(8192, sequences=4, pool=4096)
-    enough = Placer(one_gpu(410 * MIB), spec, sizes, wishes).place()
+    enough = Placer(one_gpu(440 * MIB), spec, sizes, wishes).place()
     page = enough.stage(0).page_bytes
     for short in range(0, 200 * page, 5 * page // 2):  # RAM that is so many bytes short of full KV
-        plan = Placer(one_gpu(410 * MIB, ram=enough.host_total - short), spec, sizes, wishes).place()
+        plan = Placer(one_gpu(440 * MIB, ram=enough.host_total - short), spec, sizes, wishes).place()
         short -= _stock(enough) - _stock(plan)  # less RAM has less of it pinned
         assert plan.live_pages == wishes.full_pages - max(0, -(-short // page))
 
@@ -283,8 +281,8 @@ def test_the_pinned_stock_is_a_small_part_of_the_ram_and_shared_by_the_gpus() ->
 def test_the_pinned_stock_gives_way_before_a_plan_is_refused() -> None:
     spec, sizes = dense()
     wishes = Wishes(8192, pool=4096)
-    enough = make_plan(one_gpu(410 * MIB, ram=64 * GIB), spec, sizes, wishes)
-    plan = make_plan(one_gpu(410 * MIB, ram=enough.host_total - _stock(enough)), spec, sizes, wishes)
+    enough = make_plan(one_gpu(440 * MIB, ram=64 * GIB), spec, sizes, wishes)
+    plan = make_plan(one_gpu(440 * MIB, ram=enough.host_total - _stock(enough)), spec, sizes, wishes)
     assert (_stock(plan), plan.stage(0).slabs, plan.host_left) == (0, 0, 0)
 
 
@@ -292,10 +290,10 @@ def test_the_embedding_lies_where_it_is_loaded() -> None:
     spec, sizes = dense()
     on_gpu = make_plan(one_gpu(600 * MIB), spec, sizes, Wishes(4096))
     assert on_gpu.stage(0).bytes_of("embedding") == sizes.embedding
-    assert all(item.name != "embedding rows (mapped)" for item in on_gpu.host_items)
+    assert all(item.name != "embedding rows (as stored)" for item in on_gpu.host_items)
     both = make_plan(Machine((cpu(GIB), gpu(GIB)), 8 * GIB), spec, sizes, Wishes(4096))
     assert [stage.bytes_of("embedding") for stage in both.stages] == [0, 0]
-    assert any(item.name == "embedding rows (mapped)" for item in both.host_items)
+    assert any(item.name == "embedding rows (as stored)" for item in both.host_items)
 
 
 def test_the_staging_area_is_there_for_every_kind_of_cold_expert_and_gone_when_all_are_hot() -> None:
@@ -322,10 +320,10 @@ def test_sparse_mode_pays_for_page_keys_and_never_holds_more_pages_than_have_the
 def test_snapshots_get_what_was_asked_for_or_what_there_is_and_the_plan_says_so() -> None:
     spec, sizes = dense()
     wishes = Wishes(8192, sequences=4, pool=4096, cache_ram=GIB)
-    plan = make_plan(one_gpu(410 * MIB, ram=8 * GIB), spec, sizes, wishes)
+    plan = make_plan(one_gpu(440 * MIB, ram=8 * GIB), spec, sizes, wishes)
     assert plan.snapshot_ram == GIB
     assert not any("snapshots get" in reason for reason in plan.reasons)
-    small = make_plan(one_gpu(410 * MIB, ram=200 * MIB), spec, sizes, wishes)
+    small = make_plan(one_gpu(440 * MIB, ram=200 * MIB), spec, sizes, wishes)
     assert 0 < small.snapshot_ram < 100 * MIB
     assert small.host_left == 0
     assert any("snapshots get" in reason and "1.00 GiB asked for" in reason for reason in small.reasons)
@@ -341,7 +339,8 @@ def test_unified_memory_counts_against_ram() -> None:
 def test_alternatives_say_what_they_change() -> None:
     spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
     names = [
-        other.name for other in alternatives(one_gpu(20 * GIB), spec, sizes, Wishes(131_072, sequences=4, ring_share=0))
+        other.name
+        for other in alternatives(one_gpu(20 * GIB), spec, sizes, Wishes(131_072, sequences=4, expert_cache_share=0))
     ]
     assert names == ["q8 KV", "2 sequences", "budget for all experts hot", "budget for full KV and all experts hot"]
     assert alternatives(one_gpu(48 * GIB), spec, sizes, Wishes(131_072)) == ()
@@ -360,11 +359,11 @@ def test_fewer_sequences_and_smaller_kv_are_offered_only_where_they_gain_somethi
     machine, model = one_gpu(budget * GIB), known_shapes("35B-A3B", "Q4_K_M")
     wishes = Wishes(262_144, sequences=16, kv_mode=mode)
     plan = make_plan(machine, *model, wishes)
-    assert plan.pool_is_on
+    assert plan.pool_may_fill
     names = [other.name for other in plan.alternatives]
     for name, change in (("8 sequences", {"sequences": 8}), ("q8 KV", {"kv_type": "q8"})):
         other = make_plan(machine, *model, replace(wishes, **change))
-        gains = other.hot > plan.hot or other.pool_pages > plan.pool_pages or not other.pool_is_on
+        gains = other.hot > plan.hot or other.pool_pages > plan.pool_pages or not other.pool_may_fill
         assert (name in names) == gains, name
 
 
@@ -375,8 +374,8 @@ def test_full_kv_beside_cold_experts_is_offered_as_what_it_takes() -> None:
     assert "budget for full KV" not in named
     needs = float(named["budget for full KV and all experts hot"].split()[2])
     enough, short = (make_plan(one_gpu(int(size * GIB)), *model, wishes) for size in (needs, needs - 0.02))
-    assert (enough.cold, enough.pool_is_on) == (0, False)
-    assert short.pool_is_on
+    assert (enough.cold, enough.pool_may_fill) == (0, False)
+    assert short.pool_may_fill
 
 
 def test_one_budget_is_offered_once() -> None:
@@ -397,7 +396,7 @@ def test_the_way_out_of_a_card_that_is_too_small_is_named_only_where_it_leads_ou
 
 def test_a_shorter_context_is_proposed_where_it_helps() -> None:
     spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
-    first = alternatives(one_gpu(20 * GIB), spec, sizes, Wishes(131_072, ring_share=0))[0]
+    first = alternatives(one_gpu(20 * GIB), spec, sizes, Wishes(131_072, expert_cache_share=0))[0]
     assert first.name == "context 4,096", "only a context below the pool's size frees anything"
     assert "more hot" in first.changes
     dense_model = known_shapes("27B", "Q4_K_M")
@@ -407,16 +406,16 @@ def test_a_shorter_context_is_proposed_where_it_helps() -> None:
 def test_the_budget_named_for_all_hot_keeps_all_hot() -> None:
     spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
     placer = Placer(one_gpu(16 * GIB), spec, sizes, Wishes(131_072))
-    (draft,) = placer.drafts()
-    budget = draft.budget_for(placer.target, sizes.expert_bytes)
+    (candidate,) = placer.stage_candidates()
+    budget = candidate.budget_for(placer.target, sizes.expert_bytes)
     assert Placer(one_gpu(budget), spec, sizes, placer.wishes).place().cold == 0
     assert Placer(one_gpu(budget - 4 * MIB), spec, sizes, placer.wishes).place().cold > 0
 
 
 def test_alternatives_help_when_the_wish_does_not_fit() -> None:
     spec, sizes = known_shapes("27B", "Q4_K_M")
-    (draft,) = Placer(one_gpu(24 * GIB), spec, sizes, Wishes(131_072, sequences=8)).drafts()
-    machine = one_gpu(draft.least_budget - MIB)
+    (candidate,) = Placer(one_gpu(24 * GIB), spec, sizes, Wishes(131_072, sequences=8)).stage_candidates()
+    machine = one_gpu(candidate.least_budget - MIB)
     found = {other.name: other.changes for other in alternatives(machine, spec, sizes, Wishes(131_072, sequences=8))}
     assert found["4 sequences"].startswith("fits: ")
 
@@ -450,8 +449,8 @@ def test_the_picture_explains_what_it_shows_and_a_dense_model_has_no_experts() -
     assert "W weights" in routed
     assert "W weights" in plain
     assert "D drafter" not in routed + plain
-    assert "E hot experts, R spare ring" in routed
-    assert "R spare ring" not in plain
+    assert "E hot experts, R expert cache" in routed
+    assert "R expert cache" not in plain
     assert "experts hot / cold" in routed
     assert "experts" not in plain
 
@@ -465,7 +464,7 @@ def test_few_bytes_are_said_as_bytes() -> None:
 def test_the_bar_is_to_scale() -> None:
     spec, sizes = dense()
     stage = make_plan(Machine((cpu(2 * GIB),), 4 * GIB), spec, sizes, Wishes(4096)).stage(0)
-    picture = bar(stage, stage.left)
+    picture = bar(stage, spec, stage.left)
     assert len(picture) == BAR
     assert picture.count("·") == pytest.approx(stage.left / stage.device.budget * BAR, abs=1)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from support.paper_machine import GIB, MIB, cpu, dense, gpu, models, moe, one_gpu, wishes_for
 
 from rekindle.config import parse_bytes
 from rekindle.errors import DoesNotFit
@@ -25,13 +26,12 @@ from rekindle.placement import (
     sizes_from_tensors,
 )
 from rekindle.placement.place import Placer
+from rekindle.placement.reserve import LOOKUP_BYTES
 from rekindle.placement.shapes import known_tensors
 from rekindle.placement.show import bar
 from rekindle.placement.types import pages_for
 from rekindle.placement.units import at_least
 from rekindle.spec import PAGE, ModelSpec
-
-from .paper import GIB, MIB, cpu, dense, gpu, models, moe, one_gpu, wishes_for
 
 laws = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 rams = st.integers(1, 2 * GIB) | st.integers(1, 200 * MIB)
@@ -57,16 +57,16 @@ def expanded(model: Model) -> Model:
         replace(each, mixer=4 * each.mixer, dense=4 * each.dense, shared=4 * each.shared, expert=4 * each.expert)
         for each in sizes.layers
     )
-    return spec, replace(sizes, expanded=replace(sizes, head=4 * sizes.head, layers=layers))
+    return spec, replace(sizes, on_cpu=replace(sizes, head=4 * sizes.head, layers=layers))
 
 
 def big_model_on_a_cpu() -> Model:
-    """The 35B-A3B with every matrix in float32 on a CPU, and the embedding mapped."""
+    """The 35B-A3B with every matrix in float32 on a CPU, and the embedding as stored."""
     spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
     tensors = known_tensors(spec, "Q4_K_M")
     in_float32 = {name: (shape, 4 * math.prod(shape)) for name, (shape, _) in tensors.items()}
     return spec, replace(
-        sizes, expanded=replace(sizes_from_tensors(spec, in_float32), embedding=sizes.embedding, widest=0)
+        sizes, on_cpu=replace(sizes_from_tensors(spec, in_float32), embedding=sizes.embedding, widest=0)
     )
 
 
@@ -140,8 +140,8 @@ def test_the_pool_of_a_cpu_is_what_the_others_in_ram_leave(data: st.DataObject, 
     wishes = replace(data.draw(wishes_for(model[0], pools=False)), kv_mode="exact")
     placer = Placer(of_cpu(least_ram(of_cpu, model, wishes) + spare), *model, wishes)
     plan = placer.place()
-    if plan.pool_is_on:
-        assert plan.host_left < plan.stage(0).page_bytes
+    if plan.pool_may_fill:
+        assert plan.host_left < plan.stage(0).page_bytes + (PAGE * LOOKUP_BYTES if wishes.rewind_rows else 0)
         assert plan.pool_pages * PAGE >= wishes.context, "one sequence comes before the snapshots"
         one_only = plan.pool_pages == max(placer.least, pages_for(wishes.context))
         assert plan.snapshot_ram == wishes.cache_ram or one_only, "snapshots come before further sequences"
@@ -159,11 +159,11 @@ def test_the_budget_for_full_kv_gives_full_kv(
     named = {each.name: each.changes for each in alternatives(machine, spec, sizes, wishes)}
     plan = Placer(machine, spec, sizes, wishes).place()
     name = "budget for full KV and all experts hot" if plan.cold else "budget for full KV"
-    assert (name in named) == plan.pool_is_on
-    if plan.pool_is_on:
+    assert (name in named) == plan.pool_may_fill
+    if plan.pool_may_fill:
         larger, split = fed_back(machine, named[name])
         again = Placer(larger, spec, sizes, replace(wishes, split=split)).place()
-        assert not again.pool_is_on
+        assert not again.pool_may_fill
         assert again.cold == 0
 
 
@@ -184,7 +184,7 @@ def test_a_cpu_starts_with_a_smaller_pool_where_full_kv_does_not_fit() -> None:
     plan = make_plan(of_cpu(300 * MIB), spec, sizes, wishes)
     assert 8192 <= plan.stage(0).pool_tokens < 16 * 8192
     assert plan.snapshot_ram == 32 * MIB
-    assert make_plan(of_cpu(GIB), spec, sizes, wishes).pool_is_on is False
+    assert make_plan(of_cpu(GIB), spec, sizes, wishes).pool_may_fill is False
 
 
 def test_the_35b_on_a_cpu_is_refused_with_the_reason_and_starts_with_what_is_named() -> None:
@@ -195,7 +195,7 @@ def test_the_35b_on_a_cpu_is_refused_with_the_reason_and_starts_with_what_is_nam
     assert "cpu: weights become float32 on a CPU, 127.49 GiB" in str(refused.value)
     assert "instead of 19.71 GiB" in str(refused.value)
     plan = make_plan(of_cpu(192 * GIB), spec, sizes, wishes)
-    assert plan.pool_is_on
+    assert plan.pool_may_fill
     assert plan.snapshot_ram == 2 * GIB
     shared = Machine((gpu(24 * GIB, "cuda:0"), cpu(64 * GIB)), 64 * GIB)
     assert make_plan(shared, spec, sizes, replace(wishes, kv_type="bf16", compute_bytes=2)).host_left >= 0
@@ -220,7 +220,7 @@ def test_left_is_shown_once_for_all_that_live_in_ram() -> None:
     assert len(row.split()) == 3  # the word, a number and its unit
     assert plan.left_of(stage) == plan.host_left < stage.left
     assert plan_as_json(plan)["stages"][0]["left"] == plan.host_left
-    picture = bar(stage, plan.left_of(stage))
+    picture = bar(stage, plan.spec, plan.left_of(stage))
     assert picture.count("B") == pytest.approx((plan.host_total - stage.total) / GIB * len(picture), abs=1)
 
 
@@ -231,7 +231,7 @@ def reasons_of(plan: Plan) -> str:
 def test_full_kv_is_not_everything() -> None:
     plan = make_plan(one_gpu(500 * MIB), *moe(), Wishes(8192))
     assert plan.cold
-    assert not plan.pool_is_on
+    assert not plan.pool_may_fill
     assert "full KV fits (8,192 tokens, all sequences together), so nothing is paged out" in reasons_of(plan)
     assert "everything fits" not in reasons_of(plan)
     names = [other.name for other in plan.alternatives]
@@ -253,7 +253,7 @@ def test_weights_are_compared_as_the_rows_of_the_table_count_them() -> None:
     spec, sizes = expanded(dense())
     here = make_plan(of_cpu(GIB), spec, sizes, Wishes(4096))
     there = make_plan(one_gpu(GIB), spec, sizes, Wishes(4096))
-    names = ("embedding", "embedding rows (mapped)", "mixers", "dense ffn", "final norm", "head")
+    names = ("embedding", "embedding rows (as stored)", "mixers", "dense ffn", "final norm", "head")
     on_cpu, on_gpu = (
         sum(item.bytes for item in (*plan.stage(0).items, *plan.host_items) if item.name in names)
         for plan in (here, there)

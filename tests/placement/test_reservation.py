@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.paper_machine import GIB, MIB, gpu, moe, one_gpu
 
 from rekindle.placement import Machine, Plan, Wishes, make_plan, reserve
-from rekindle.placement.place import POOL_TARGET, Placer
-from rekindle.spec import PAGE
-
-from .paper import GIB, MIB, gpu, moe, one_gpu
+from rekindle.placement.place import Placer
+from rekindle.placement.reserve import LOOKUP_BYTES
+from rekindle.placement.stage import POOL_TARGET
+from rekindle.spec import PAGE, AttentionSpec
+from rekindle.spec.attention import PARTIAL_ROWS, most_splits
 
 # 8 layers, 2 of them attention: 2 KiB of KV per token, 256 MiB at 131,072; experts 8 · 16 · 2 MiB = 256 MiB.
 SPEC, SIZES = moe()
-WISHES = Wishes(context=131_072, ring_share=0)
+WISHES = Wishes(context=131_072, expert_cache_share=0)
 KV = 2 * 1024
 
 
@@ -26,15 +28,15 @@ def _no_staging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan_with(room: int, wishes: Wishes = WISHES) -> Plan:
     """On a device that has `room` bytes for experts and KV."""
-    (draft,) = Placer(one_gpu(8 * GIB), SPEC, SIZES, wishes).drafts()
-    return make_plan(one_gpu(draft.budget_for(pages=0, experts=room)), SPEC, SIZES, wishes)
+    (candidate,) = Placer(one_gpu(8 * GIB), SPEC, SIZES, wishes).stage_candidates()
+    return make_plan(one_gpu(candidate.budget_for(pages=0, experts=room)), SPEC, SIZES, wishes)
 
 
 def test_it_fits_fully_so_the_pool_is_off() -> None:
     plan = plan_with(512 * MIB)
     assert plan.cold == 0
     assert plan.stage(0).pool_tokens == 131_072
-    assert not plan.pool_is_on
+    assert not plan.pool_may_fill
     assert "nothing is paged out" in plan.reasons[0]
     assert plan.alternatives == ()
 
@@ -52,7 +54,7 @@ def test_a_pool_as_large_as_the_context_reserves_the_context() -> None:
     plan = plan_with(300 * MIB, replace(WISHES, context=32_768, pool=1 << 20))
     assert plan.stage(0).bytes_of("KV pool") == 32_768 * KV
     assert plan.cold == (256 - (300 - 64)) // 2
-    assert not plan.stage(0).pool_is_on
+    assert not plan.stage(0).pool_may_fill
 
 
 def test_without_the_rule_full_kv_costs_experts() -> None:
@@ -78,10 +80,14 @@ def test_the_plan_carries_the_one_pool_size() -> None:
     assert stage.pool_pages == stage.bytes_of("KV pool") // stage.page_bytes == 256
 
 
-def test_an_explicit_pool_stays_as_asked_until_full_kv_fits() -> None:
+def test_an_explicit_pool_is_obeyed_also_where_full_kv_would_fit() -> None:
     asked = replace(WISHES, pool=8192)
     assert plan_with(256 * MIB + 100 * MIB, asked).stage(0).pool_tokens == 8192
-    assert plan_with(512 * MIB, asked).stage(0).pool_tokens == 131_072
+    plan = plan_with(512 * MIB, asked)
+    assert plan.stage(0).pool_tokens == 8192
+    assert "pool of 8,192 tokens, as asked; full KV would take 240.0 MiB more" in plan.reasons[0]
+    assert not plan.alternatives
+    assert plan_with(512 * MIB, WISHES).stage(0).pool_tokens == 131_072
 
 
 def test_a_sparse_pool_is_the_largest_power_of_two_that_fits_and_the_plan_says_so() -> None:
@@ -136,9 +142,25 @@ def test_without_counts_experts_are_spread_evenly() -> None:
     assert max(map(len, hot)) - min(map(len, hot)) <= 1
 
 
-def test_the_ring_takes_its_share_only_while_experts_are_cold() -> None:
-    ringed = replace(WISHES, ring_share=0.25)
+def test_the_expert_cache_takes_its_share_only_while_experts_are_cold() -> None:
+    ringed = replace(WISHES, expert_cache_share=0.25)
     short = plan_with(200 * MIB, ringed).stage(0)
     assert short.cold
-    assert set(short.ring_slots) <= {3, 4}
-    assert sum(plan_with(512 * MIB, ringed).stage(0).ring_slots) == 0
+    assert set(short.expert_cache_slots) <= {3, 4}
+    assert sum(plan_with(512 * MIB, ringed).stage(0).expert_cache_slots) == 0
+
+
+def test_prompt_lookup_and_recorded_steps_have_lines_of_their_own() -> None:
+    plain, drafting = (plan_with(512 * MIB, replace(WISHES, rewind_rows=rows)) for rows in (0, 17))
+    indexed = {item.name: item.bytes for item in drafting.host_items}["draft index"]
+    assert indexed == drafting.live_pages * PAGE * LOOKUP_BYTES
+    assert not any(item.name == "draft index" for item in plain.host_items)
+    assert plain.stage(0).bytes_of("recorded steps") > 0
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(1, 16), (64, 16), (9 * 512, 16), (65 * 2048, 24)])
+def test_attention_is_cut_into_no_more_parts_than_the_plan_reserves(rows: int, heads: int) -> None:
+    splits = most_splits(rows, heads)
+    assert splits == 1 or splits * rows * heads <= PARTIAL_ROWS
+    reserved = AttentionSpec(heads, 2, 256, 64, 1e7).work_bytes(rows, rows)["attention partials"]
+    assert splits == 1 or splits * rows * heads * (256 + 1) * 4 <= reserved

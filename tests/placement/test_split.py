@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.paper_machine import GIB, MIB, cpu, dense, gpu, moe
 
 from rekindle.errors import BadConfig
 from rekindle.placement import Machine, Wishes, make_plan, parse_split, split_layers
@@ -16,8 +17,6 @@ from rekindle.placement.place import Placer
 from rekindle.placement.split import can_tile
 from rekindle.placement.types import pages_for
 from rekindle.spec import Span
-
-from .paper import GIB, MIB, cpu, dense, gpu, moe
 
 
 @given(st.integers(1, 100), st.lists(st.floats(1e-300, 1e308), min_size=1, max_size=8))
@@ -114,7 +113,7 @@ def test_a_sequence_at_the_context_limit_comes_before_speed() -> None:
     spec, sizes = dense()
     machine = Machine((gpu(500 * MIB, "fast", 3.0), gpu(500 * MIB, "slow", 1.0)), 1 << 50)
     plan = make_plan(machine, spec, sizes, Wishes(1 << 20))
-    assert plan.pool_is_on
+    assert plan.pool_may_fill
     assert plan.spans == (Span(0, 4), Span(4, 8))
     pools = [Placer(machine, spec, sizes, Wishes(1 << 20, split=(n, 8 - n))).place().pool_pages for n in range(1, 8)]
     assert plan.pool_pages == max(pools)
@@ -139,7 +138,7 @@ def test_a_higher_context_limit_gives_a_cpu_no_more_layers() -> None:
     assert low.spans == high.spans == (Span(0, 7), Span(7, 8))
 
 
-def test_cold_experts_are_spread_evenly_over_devices_and_what_is_left_is_for_the_ring() -> None:
+def test_cold_experts_are_spread_evenly_over_devices_and_what_is_left_is_for_the_cache() -> None:
     spec, sizes = moe(experts=64, expert=MIB // 2)
     machine = Machine((gpu(430 * MIB, "a"), gpu(370 * MIB, "b"), gpu(350 * MIB, "c")), 1 << 50)
     plan = make_plan(machine, spec, sizes, Wishes(4096))
@@ -147,10 +146,10 @@ def test_cold_experts_are_spread_evenly_over_devices_and_what_is_left_is_for_the
     assert plan.cold
     assert max(hot) - min(hot) <= 2
     for stage in plan.stages:
-        assert stage.left < MIB // 2 or stage.cold == sum(stage.ring_slots), "or every expert has a place"
-    assert len({sum(stage.ring_slots) // len(stage.span) for stage in plan.stages}) > 1
-    bare = make_plan(machine, spec, sizes, Wishes(4096, ring_share=0))
-    assert not any(sum(stage.ring_slots) for stage in bare.stages), "who wants no ring gets none"
+        assert stage.left < MIB // 2 or stage.cold == sum(stage.expert_cache_slots), "or every expert has a place"
+    assert len({sum(stage.expert_cache_slots) // len(stage.span) for stage in plan.stages}) > 1
+    bare = make_plan(machine, spec, sizes, Wishes(4096, expert_cache_share=0))
+    assert not any(sum(stage.expert_cache_slots) for stage in bare.stages), "a share of 0 gives no cache"
 
 
 @pytest.mark.parametrize(("layers", "budgets"), [(8, (430, 370, 350)), (3, (305, 400, 320))])

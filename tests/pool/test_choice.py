@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.pool.choice import LEAD, SINK, TAIL, Noted, Queries, choose, deciding_row
+from rekindle.buffers import SINK_PAGES, TAIL_PAGES
+from rekindle.pool.choice import LEAD, NotedQuery, Queries, choose, deciding_rows
 from rekindle.spec import PAGE
 
 
@@ -16,8 +17,8 @@ def test_sink_and_tail_are_always_chosen_and_everything_that_fits(sealed: int, r
     for by in (scores, None):
         chosen = choose(sealed, room, by)
         assert list(chosen) == sorted(set(chosen))
-        assert {*range(min(SINK, sealed)), *range(max(0, sealed - TAIL), sealed)} <= set(chosen)
-        assert len(chosen) == min(sealed, max(room, min(sealed, SINK + TAIL)))
+        assert {*range(min(SINK_PAGES, sealed)), *range(max(0, sealed - TAIL_PAGES), sealed)} <= set(chosen)
+        assert len(chosen) == min(sealed, max(room, min(sealed, SINK_PAGES + TAIL_PAGES)))
 
 
 def test_the_best_scores_win_and_without_scores_the_latest() -> None:
@@ -27,27 +28,25 @@ def test_the_best_scores_win_and_without_scores_the_latest() -> None:
     assert choose(10, 10, scores) == tuple(range(10))
 
 
-def test_the_deciding_row_is_the_last_of_a_chunk_and_lies_before_the_end_of_a_page() -> None:
-    # prefill [100, 612); decode at 54, 55, 56; verify [50, 66), [60, 76), [100, 164)
+def test_the_deciding_rows_lie_before_the_end_of_each_page_behind_which_pages_are_left_out() -> None:
+    # room for 2 sealed pages: rows of page 3 are the first to leave any out, and page 2 decides for them.
     assert (PAGE, LEAD) == (64, 8)
-    assert deciding_row(100, 612, rewindable=False) == 511
-    assert [deciding_row(p, p + 1, rewindable=False) for p in (54, 55, 56)] == [None, 0, None]
-    assert deciding_row(50, 66, rewindable=True) == 5
-    assert deciding_row(60, 76, rewindable=True) is None
-    assert deciding_row(100, 164, rewindable=True) == 19
+    assert [deciding_rows(p, p + 1, 2) for p in (119, 182, 183, 184, 247)] == [[], [], [0], [], [0]]
+    assert [100 + row for row in deciding_rows(100, 612, 2)] == [183, 247, 311, 375, 439, 503, 567]
+    assert deciding_rows(184, 247, 2) == []
+    assert deciding_rows(184, 248, 2) == [63]
 
 
-@given(position=st.integers(0, 300), rows=st.lists(st.integers(1, PAGE), min_size=1, max_size=12))
-def test_rows_in_blocks_leave_the_queries_that_single_rows_leave(position: int, rows: list[int]) -> None:
+@given(st.integers(0, 300), st.lists(st.integers(1, 3 * PAGE), min_size=1, max_size=12), st.integers(0, 6))
+def test_rows_in_segments_leave_the_queries_that_single_rows_leave(position: int, rows: list[int], room: int) -> None:
     def run(queries: Queries, start: int, end: int) -> Queries:
-        row = deciding_row(start, end, rewindable=True)
-        noted = None if row is None else Noted(start + row, torch.tensor(float(start + row)))
-        return queries.behind_rows(start, end, noted)
+        noted = [NotedQuery(start + row, torch.tensor(float(start + row))) for row in deciding_rows(start, end, room)]
+        return queries.after_rows(start, end, noted)
 
-    blocks = single = Queries(torch.tensor(-1.0))
+    segments = single = Queries(torch.tensor(-1.0))
     for count in rows:
-        blocks = run(blocks, position, position + count)
+        segments = run(segments, position, position + count)
         for at in range(position, position + count):
             single = run(single, at, at + 1)
         position += count
-        assert (blocks.now, blocks.next) == (single.now, single.next)
+        assert (segments.now, segments.next) == (single.now, single.next)

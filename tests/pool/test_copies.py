@@ -9,23 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from rekindle.buffers import IN_FLIGHT, UPLOAD_SLABS
 from rekindle.errors import CopyFailed
-from rekindle.placement import reserve
+from rekindle.kernels.pinning import pin
+from rekindle.kernels.upload import CopyThreads, Uploads, cut, in_groups, size_of
 from rekindle.pool.copies import (
-    AT_ONCE,
-    IN_FLIGHT,
-    RING,
     HostCopies,
-    Uploads,
-    cut,
-    in_groups,
-    in_one_piece,
-    pin,
-    size_of,
+    stack_or_view,
 )
-from rekindle.pool.homes import Homes
-from rekindle.pool.pages import PagePool, PageTable
-from rekindle.snapshots.slabs import EDGE, SLAB, Slab, Slabs
+from rekindle.pool.page_addresses import PageAddresses
+from rekindle.pool.page_table import PageTable
+from rekindle.pool.pages import PagePool
+from rekindle.snapshots.slabs import EDGE, Slab, Slabs
 from rekindle.snapshots.types import Page, Ready
 from rekindle.spec import PAGE
 
@@ -33,7 +28,7 @@ from rekindle.spec import PAGE
 def test_tensors_that_lie_behind_each_other_are_one_without_a_copy() -> None:
     memory = torch.arange(4 + 3 * 6, dtype=torch.int32)
     tensors = [memory[4 + i * 6 : 10 + i * 6].view(2, 3) for i in range(3)]
-    one = in_one_piece(tensors)
+    one = stack_or_view(tensors)
     assert torch.equal(one, torch.stack(tensors))
     assert one.data_ptr() == tensors[0].data_ptr()
 
@@ -44,7 +39,7 @@ def test_tensors_that_lie_anywhere_are_one_too() -> None:
     with_a_gap = [memory[0:6].view(2, 3), memory[12:18].view(2, 3)]
     apart = [torch.ones(2, 3), torch.zeros(2, 3)]
     for tensors in (swapped, with_a_gap, apart):
-        assert torch.equal(in_one_piece(tensors), torch.stack(tensors))
+        assert torch.equal(stack_or_view(tensors), torch.stack(tensors))
 
 
 def test_on_a_cpu_nothing_is_waited_for() -> None:
@@ -114,7 +109,7 @@ def uploads(stream: PaperStream, made: list[torch.Tensor]) -> Uploads:
         made.append(torch.zeros(SMALL, dtype=torch.uint8))
         return made[-1]
 
-    return Uploads(slab, lambda: stream, SMALL)
+    return Uploads(slab, lambda: stream, SMALL, UPLOAD_SLABS, CopyThreads(4))
 
 
 def test_a_slab_is_filled_again_only_after_its_copies_have_passed(small_slabs: list[torch.Tensor]) -> None:
@@ -128,7 +123,7 @@ def test_a_slab_is_filled_again_only_after_its_copies_have_passed(small_slabs: l
         stream.wait()
         assert all(torch.equal(a, b) for a, b in zip(stream.arrived, tensors, strict=True))
         stream.arrived.clear()
-    assert len(small_slabs) == RING
+    assert len(small_slabs) == UPLOAD_SLABS
 
 
 def test_a_restore_that_fails_halfway_loses_no_slab(small_slabs: list[torch.Tensor]) -> None:
@@ -199,11 +194,11 @@ def test_pages_that_are_not_pinned_come_up_bit_for_bit(small_slabs: list[torch.T
         table.pages.append(pool.adopt(tuple(Page(layer if together else layer.clone()) for layer in page)))
     table.position = count * PAGE
     pool.tick([table])
-    pool.bring_back(table)
+    pool.page_in(table)
     for page, truth in zip(table.pages, data, strict=True):
         assert page.place is not None
         assert torch.equal(torch.stack(pool.all_data(page)), truth)
-    assert len(small_slabs) == RING
+    assert len(small_slabs) == UPLOAD_SLABS
 
 
 def test_states_that_are_not_pinned_come_up_bit_for_bit(small_slabs: list[torch.Tensor]) -> None:
@@ -211,12 +206,7 @@ def test_states_that_are_not_pinned_come_up_bit_for_bit(small_slabs: list[torch.
     to = [torch.zeros_like(tensor) for tensor in truth]
     PaperGpu(small_slabs).send(list(zip(to, truth, strict=True)))
     assert all(torch.equal(a, b) for a, b in zip(to, truth, strict=True))
-    assert len(small_slabs) == RING
-
-
-def test_what_the_plan_reserves_is_what_the_pool_takes() -> None:
-    assert (reserve.SLAB, reserve.CAPTURED_PAGES, reserve.IN_FLIGHT) == (SLAB, AT_ONCE, IN_FLIGHT)
-    assert reserve.STAGING_SLABS == RING + 3  # the two that are cut, and the one that is made for the stock
+    assert len(small_slabs) == UPLOAD_SLABS
 
 
 # Pinning
@@ -311,14 +301,14 @@ def test_pages_arrive_bit_for_bit_with_their_layers_behind_each_other(
     assert all_equal(columns, data, places)
     assert len({page.slab for column in columns for page in column}) == -(-pages // 10)
     assert all(
-        in_one_piece([page.data for page in column]).data_ptr() == column[0].data.data_ptr() for column in columns
+        stack_or_view([page.data for page in column]).data_ptr() == column[0].data.data_ptr() for column in columns
     )
 
 
 def test_captured_pages_come_back_by_their_addresses(small_slabs: list[torch.Tensor]) -> None:
     pool, data = filled_pool(12)
     pool.copies = copies = PaperGpu(small_slabs)
-    pool.homes = Homes(pool.kv, pool.total)
+    pool.addresses = PageAddresses(pool.kv, pool.total)
     places = [7, 2, 11, 3]
     columns = copies.take_pages(pool.kv, places)
     copies.join()
@@ -327,9 +317,9 @@ def test_captured_pages_come_back_by_their_addresses(small_slabs: list[torch.Ten
     table = pool.new_table()
     table.pages += [pool.adopt(column) for column in columns]
     table.position = 4 * PAGE
-    assert all(page.berth is not None for page in table.pages)
+    assert all(page.host_page_id is not None for page in table.pages)
     pool.tick([table])
-    pool.bring_back(table)
+    pool.page_in(table)
     for page, place in zip(table.pages, places, strict=True):
         assert torch.equal(torch.stack(pool.all_data(page)), data[:, place])
 
@@ -341,7 +331,7 @@ def test_how_pages_come_back_is_recorded_once_and_every_replay_brings_those_of_i
     recorded = list[Callable[[], None]]()
     pool._record = lambda step: recorded.append(step) or step
     pool.copies = copies = PaperGpu(small_slabs)
-    pool.homes = Homes(pool.kv, pool.total)
+    pool.addresses = PageAddresses(pool.kv, pool.total)
     columns = copies.take_pages(pool.kv, range(12))
     copies.join()
     for layer in pool.kv:
@@ -351,7 +341,7 @@ def test_how_pages_come_back_is_recorded_once_and_every_replay_brings_those_of_i
         table.pages += [pool.adopt(columns[place]) for place in some]
         table.position = len(some) * PAGE
         pool.tick([table])
-        pool.bring_back(table)
+        pool.page_in(table)
         for page, place in zip(table.pages, some, strict=True):
             assert torch.equal(torch.stack(pool.all_data(page)), data[:, place])
     assert len(recorded) == 1
@@ -425,7 +415,7 @@ def test_the_device_sets_no_more_captures_apart_than_the_plan_counts(
     monkeypatch.setattr("rekindle.snapshots.slabs.Slab", Slow)
     Slow.given.clear()
     copies, stack = PaperGpu(small_slabs), torch.stack
-    bring_all, apart, most = copies._bring_all, 0, 0
+    copy_stacks, apart, most = copies._copy_stacks, 0, 0
 
     def counted(tensors: list[torch.Tensor]) -> torch.Tensor:
         nonlocal apart, most
@@ -437,11 +427,11 @@ def test_the_device_sets_no_more_captures_apart_than_the_plan_counts(
 
     def copied(*parts: Any) -> None:
         nonlocal apart
-        bring_all(*parts)
+        copy_stacks(*parts)
         apart -= 1
 
     monkeypatch.setattr(torch, "stack", counted)
-    monkeypatch.setattr(copies, "_bring_all", copied)
+    monkeypatch.setattr(copies, "_copy_stacks", copied)
     taken = [copies.take_live([torch.full((200,), float(n))]) for n in range(3 * IN_FLIGHT)]
     copies.join()
     assert most == IN_FLIGHT
@@ -662,7 +652,7 @@ def test_memory_is_held_though_the_copies_to_it_could_not_all_be_handed_over(sma
     copies._thread.submit(int).result()
     copies.let_go()
     copies._last = None  # it knows of the failure, and of what was to be copied
-    copies._set_apart.clear()
+    copies._in_flight.clear()
     gc.collect()
     assert copies.slabs.idle_bytes == 0, "the device may still write it"
     copies.device.wait()
@@ -702,8 +692,8 @@ def test_memory_that_was_refused_once_is_asked_for_again() -> None:
         return torch.zeros(SMALL, dtype=torch.uint8)
 
     stream = PaperStream()
-    through = Uploads(slab, lambda: stream, SMALL)
-    tensors = [torch.full((200,), float(n)) for n in range(3 * RING)]
+    through = Uploads(slab, lambda: stream, SMALL, UPLOAD_SLABS, CopyThreads(4))
+    tensors = [torch.full((200,), float(n)) for n in range(3 * UPLOAD_SLABS)]
     with pytest.raises(OSError, match="no memory"):
         list(through.through(tensors))
     moved = [tensor.clone() for group in through.through(tensors) for tensor in group]
@@ -729,12 +719,12 @@ def test_pages_whose_upload_fails_stay_away(small_slabs: list[torch.Tensor]) -> 
     pool.tick([table])
     pool.copies = Broken(small_slabs)
     with pytest.raises(RuntimeError, match="the link broke"):
-        pool.bring_back(table)
+        pool.page_in(table)
     assert [page.place for page in table.pages] == [None] * count
     assert pool.counts.page_ins == 0
-    assert (pool.lay(table).places == pool.scratch_page).all()
+    assert (pool.list_pages(table).places == pool.scratch_page).all()
     pool.check()
     pool.copies = PaperGpu(small_slabs)
-    pool.bring_back(table)
+    pool.page_in(table)
     assert all(torch.equal(pool.data(page, 0), truth) for page, truth in zip(table.pages, data, strict=True))
     pool.check()

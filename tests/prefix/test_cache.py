@@ -2,20 +2,22 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from paper_snapshots import FINGERPRINT, PaperModel, same
+from support.paper_snapshots import FINGERPRINT, PaperModel, same
 
-from rekindle.prefix import Miss, PrefixCache, Tier
+from rekindle.errors import BadRequest
+from rekindle.prefix import Miss, PrefixCache, local_tiers
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.memory import MemoryStore
 from rekindle.snapshots.slabs import EDGE, Slabs
-from rekindle.snapshots.types import KvPart, Snapshot
+from rekindle.snapshots.types import Snapshot
 
 PLENTY = 1 << 30
 MESSAGE, SYSTEM, END = BoundaryKind.MESSAGE, BoundaryKind.SYSTEM, BoundaryKind.END
@@ -39,14 +41,14 @@ def disk(tmp_path: Path) -> Iterator[DiskStore]:
 
 def again(disk: DiskStore, ram: int = PLENTY) -> PrefixCache:
     """A restart."""
-    return PrefixCache(ram, DiskStore(disk.folder.parent, FINGERPRINT, disk.budget))
+    return PrefixCache(local_tiers(ram, DiskStore(disk.folder.parent, FINGERPRINT, disk.budget)))
 
 
 # Hits
 
 
 def test_the_longest_published_prefix_is_found_and_never_one_longer_than_the_prompt(model: PaperModel) -> None:
-    cache = PrefixCache(PLENTY)
+    cache = PrefixCache(local_tiers(PLENTY))
     for n in (50, 100, 200):
         cache.publish(model.snapshot(run(n)), MESSAGE)
     for length, expected in ((49, None), (50, 50), (99, 50), (100, 100), (199, 100), (200, 200), (999, 200)):
@@ -58,7 +60,7 @@ def test_the_longest_published_prefix_is_found_and_never_one_longer_than_the_pro
 
 
 def test_what_followed_a_prefix_is_known_after_a_restart_too(model: PaperModel, disk: DiskStore) -> None:
-    cache = PrefixCache(PLENTY, disk)
+    cache = PrefixCache(local_tiers(PLENTY, disk))
     assert cache.continuations([], 10) == cache.continuations(run(5), 10) == []
     cache.publish(model.snapshot(run(100)), END)
     cache.publish(model.snapshot([*run(50), 7, 8]), END)
@@ -73,31 +75,31 @@ def test_what_followed_a_prefix_is_known_after_a_restart_too(model: PaperModel, 
 
 
 def test_a_prompt_may_be_a_tuple(model: PaperModel) -> None:
-    cache = PrefixCache(PLENTY)
+    cache = PrefixCache(local_tiers(PLENTY))
     cache.publish(model.snapshot(run(50)), MESSAGE)
     assert cache.known_length(tuple(run(60))) == 50
 
 
-def test_the_departure_and_its_tokens_are_reported(model: PaperModel) -> None:
-    cache = PrefixCache(PLENTY)
+def test_the_divergence_and_its_tokens_are_reported(model: PaperModel) -> None:
+    cache = PrefixCache(local_tiers(PLENTY))
     assert cache.lookup(run(10)).miss is Miss.EMPTY
     cache.publish(model.snapshot(run(100)), MESSAGE)
     cache.publish(model.snapshot(run(200)), END)
     left = cache.lookup([*run(150), 7777])
-    assert (left.departure, left.ours, left.seen, left.miss) == (150, 7777, 150, Miss.NO_BOUNDARY)
+    assert (left.divergence, left.ours, left.seen, left.miss) == (150, 7777, 150, Miss.NO_BOUNDARY)
     beyond = cache.lookup(run(300))
-    assert (beyond.departure, beyond.ours, beyond.seen, beyond.miss) == (200, 200, None, Miss.UNSEEN)
+    assert (beyond.divergence, beyond.ours, beyond.seen, beyond.miss) == (200, 200, None, Miss.UNSEEN)
     inside = cache.lookup(run(150))
-    assert (inside.departure, inside.ours, inside.seen) == (150, None, 150)
+    assert (inside.divergence, inside.ours, inside.seen) == (150, None, 150)
     full = cache.lookup(run(200))
     assert (full.miss, full.reason) == (None, None)
     other = cache.lookup([5, 6])
-    assert (other.departure, other.ours, other.seen, other.miss) == (0, 5, 0, Miss.UNSEEN)
+    assert (other.divergence, other.ours, other.seen, other.miss) == (0, 5, 0, Miss.UNSEEN)
     assert other.reason
 
 
 def test_a_hit_as_long_as_the_prompt_needs_logits(model: PaperModel) -> None:
-    cache = PrefixCache(PLENTY)
+    cache = PrefixCache(local_tiers(PLENTY))
     cache.publish(model.snapshot(run(50)), MESSAGE)
     cache.publish(model.snapshot(run(100), logits=False), MESSAGE)
     found = cache.lookup(run(100))
@@ -115,7 +117,7 @@ def test_a_hit_as_long_as_the_prompt_needs_logits(model: PaperModel) -> None:
 
 
 def test_what_was_looked_up_counts_when_it_is_taken(model: PaperModel) -> None:
-    cache = PrefixCache(PLENTY)
+    cache = PrefixCache(local_tiers(PLENTY))
     cache.publish(model.snapshot(run(50)), MESSAGE)
     hit, miss = cache.lookup(run(60)), cache.lookup([7, 8])
     assert hit.hit is not None
@@ -132,14 +134,14 @@ def test_what_was_looked_up_counts_when_it_is_taken(model: PaperModel) -> None:
 def test_publish_refuses_a_key_that_is_not_as_long_as_its_state(model: PaperModel) -> None:
     snapshot = model.snapshot(run(100))
     with pytest.raises(Exception, match="100"):
-        PrefixCache(PLENTY).publish(replace(snapshot, tokens=snapshot.tokens[:99]), MESSAGE)
+        PrefixCache(local_tiers(PLENTY)).publish(replace(snapshot, tokens=snapshot.tokens[:99]), MESSAGE)
 
 
 # Both tiers
 
 
 def test_a_restart_forgets_nothing(model: PaperModel, disk: DiskStore) -> None:
-    cache = PrefixCache(PLENTY, disk)
+    cache = PrefixCache(local_tiers(PLENTY, disk))
     for n in (50, 100, 200):
         cache.publish(model.snapshot(run(n)), MESSAGE)
     cache.close()
@@ -148,13 +150,13 @@ def test_a_restart_forgets_nothing(model: PaperModel, disk: DiskStore) -> None:
         found = fresh.lookup(run(n))
         hit = found.hit
         assert hit is not None
-        assert (hit.position, hit.tier) == (n, Tier.DISK)
+        assert (hit.position, hit.tier) == (n, "disk")
         assert same(hit.snapshot, model.snapshot(run(n)))
         found.taken()
         hit.release()
     second = fresh.lookup(run(200))
     assert second.hit is not None
-    assert second.hit.tier is Tier.RAM
+    assert second.hit.tier == "ram"
     second.taken()
     stats = fresh.stats()
     assert stats.hits == {"disk": 3, "ram": 1}
@@ -163,14 +165,14 @@ def test_a_restart_forgets_nothing(model: PaperModel, disk: DiskStore) -> None:
 
 
 def test_ram_comes_before_disk_and_a_longer_disk_hit_before_ram(model: PaperModel, disk: DiskStore) -> None:
-    cache = PrefixCache(PLENTY, disk)
+    cache = PrefixCache(local_tiers(PLENTY, disk))
     cache.publish(model.snapshot(run(50)), MESSAGE)
     cache.publish(model.snapshot(run(100)), MESSAGE)
     cache.close()
     fresh = again(disk)
     fresh.publish(model.snapshot(run(50)), MESSAGE)
     tiers = [(hit.position, hit.tier) for hit in (fresh.lookup(run(n)).hit for n in (60, 120)) if hit]
-    assert tiers == [(50, Tier.RAM), (100, Tier.DISK)]
+    assert tiers == [(50, "ram"), (100, "disk")]
     fresh.close()
 
 
@@ -178,7 +180,7 @@ def test_ram_comes_before_disk_and_a_longer_disk_hit_before_ram(model: PaperMode
 def test_a_bad_file_is_a_miss_and_the_next_longest_is_tried(
     model: PaperModel, disk: DiskStore, which: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = PrefixCache(PLENTY, disk)
+    cache = PrefixCache(local_tiers(PLENTY, disk))
     for n in (50, 100, 200):
         cache.publish(model.snapshot(run(n)), MESSAGE)
     cache.close()
@@ -207,11 +209,11 @@ def test_a_bad_file_is_a_miss_and_the_next_longest_is_tried(
 
 def test_a_ram_victim_drops_to_disk_and_is_still_found(model: PaperModel, disk: DiskStore) -> None:
     one = model.snapshot(run(50)).own_bytes
-    cache = PrefixCache(2 * one, disk, queue=16)
+    cache = PrefixCache(local_tiers(2 * one, disk, queue=16))
     for i in range(6):
         cache.publish(model.snapshot(run(50, 100 * i)), MESSAGE)
         cache.flush()
-    assert cache.stats().ram_bytes <= 2 * one
+    assert cache.stats().bytes["ram"] <= 2 * one
     for i in range(6):
         hit = cache.lookup(run(50, 100 * i)).hit
         assert hit is not None
@@ -229,7 +231,9 @@ def test_what_leaves_ram_is_the_memory_for_what_is_loaded(model: PaperModel, dis
     ram.add(one)
     disk.close()
     slabs = Slabs(size=EDGE)
-    cache = PrefixCache(ram.bytes + ram.bytes // 2, DiskStore(disk.folder.parent, FINGERPRINT, PLENTY, slabs=slabs))
+    cache = PrefixCache(
+        local_tiers(ram.bytes + ram.bytes // 2, DiskStore(disk.folder.parent, FINGERPRINT, PLENTY, slabs=slabs))
+    )
     made = list[int]()
     for i in range(6):
         hit = cache.lookup(run(70, 100 * i)).hit
@@ -239,12 +243,12 @@ def test_what_leaves_ram_is_the_memory_for_what_is_loaded(model: PaperModel, dis
         del hit
         made.append(slabs.late)
         stats = cache.stats()
-        assert stats.ram_entries == 1
-        assert stats.ram_bytes + slabs.idle_bytes <= stats.ram_budget
+        assert stats.entries["ram"] == 1
+        assert stats.bytes["ram"] + slabs.idle_bytes <= stats.budgets["ram"]
     # The second is half read before the first leaves; from then on there is enough.
     assert made[1:] == made[1:2] * 5
     for entry in cache.entries():
-        cache.evict(entry)
+        cache.quarantine(entry, "a test")
     assert slabs.idle_bytes > ram.bytes // 2
     cache.publish(one, MESSAGE)  # in memory from elsewhere: less may lie idle now
     assert slabs.idle_bytes <= ram.bytes // 2
@@ -256,7 +260,7 @@ def test_memory_of_what_leaves_ram_lies_idle_as_far_as_the_budget_goes_without_a
     ram = MemoryStore(PLENTY)
     ram.add(one)
     lent = [Slabs(size=EDGE), Slabs(size=EDGE)]
-    cache = PrefixCache(ram.bytes, slabs=lent)
+    cache = PrefixCache(local_tiers(ram.bytes, slabs=lent))
     for slabs in lent:
         slabs.take(3 * ram.bytes // 8)
     assert sum(slabs.idle_bytes for slabs in lent) > ram.bytes // 2
@@ -273,11 +277,11 @@ def test_a_bad_file_sends_nothing_out_of_ram(model: PaperModel, disk: DiskStore)
         ram.add(snapshot)
     reader = DiskStore(disk.folder.parent, FINGERPRINT, PLENTY)  # another one writes: what leaves RAM is lost
     assert reader.read_only
-    cache = PrefixCache(ram.bytes, reader)
+    cache = PrefixCache(local_tiers(ram.bytes, reader))
     for snapshot in kept:
         cache.publish(snapshot, MESSAGE)
     assert cache.lookup(run(640, 5000)).miss is Miss.BAD_FILE
-    assert cache.stats().ram_entries == len(kept)
+    assert cache.stats().entries["ram"] == len(kept)
     cache.close()
 
 
@@ -291,18 +295,18 @@ def test_a_victim_on_its_way_to_disk_is_found_all_the_time(
         return real(*args)
 
     monkeypatch.setattr(disk, "save", slow)
-    cache = PrefixCache(0, disk)
+    cache = PrefixCache(local_tiers(0, disk))
     cache.publish(model.snapshot(run(50)), MESSAGE)
-    assert cache.stats().ram_bytes == 0
+    assert cache.stats().bytes["ram"] == 0
     waiting = cache.lookup(run(50)).hit
     assert waiting is not None
-    assert waiting.tier is Tier.RAM
+    assert waiting.tier == "ram"
     waiting.release()
     gate.set()
     cache.flush()
     saved = cache.lookup(run(50)).hit
     assert saved is not None
-    assert saved.tier is Tier.DISK
+    assert saved.tier == "disk"
     saved.release()
     cache.close()
 
@@ -314,12 +318,12 @@ def test_a_disk_that_refuses_leaves_ram_at_work(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("rekindle.snapshots.files.os.write", refuse)
-    cache = PrefixCache(PLENTY, disk)
+    cache = PrefixCache(local_tiers(PLENTY, disk))
     cache.publish(model.snapshot(run(50)), MESSAGE)
     cache.flush()
     assert cache.lookup(run(50)).hit is not None
     stats = cache.stats()
-    assert (stats.disk, stats.refused_saves) == ("troubled", {"disk": 1})
+    assert (stats.states["disk"], stats.refused_saves) == ("troubled", {"disk": 1})
     cache.close()
 
 
@@ -328,11 +332,11 @@ def test_a_disk_budget_is_kept_and_what_is_left_loads(model: PaperModel, tmp_pat
     size = probe.save(model.snapshot(run(50)), MESSAGE, "0" * 32).nbytes
     probe.close()
     budget = 3 * size + size // 2
-    cache = PrefixCache(0, DiskStore(tmp_path / "real", FINGERPRINT, budget), queue=16)
+    cache = PrefixCache(local_tiers(0, DiskStore(tmp_path / "real", FINGERPRINT, budget), queue=16))
     for i in range(10):
         cache.publish(model.snapshot(run(50, 100 * i)), MESSAGE)
         cache.flush()
-        assert cache.stats().disk_bytes <= budget
+        assert cache.stats().bytes["disk"] <= budget
     found = [i for i in range(10) if cache.known_length(run(50, 100 * i))]
     assert found == [7, 8, 9]
     cache.close()
@@ -345,7 +349,7 @@ def test_what_is_being_restored_from_disk_is_not_the_victim(
     size = probe.save(model.snapshot(run(50)), MESSAGE, "0" * 32).nbytes
     probe.close()
     disk = DiskStore(tmp_path / "real", FINGERPRINT, 3 * size + size // 2)
-    cache = PrefixCache(0, disk, queue=16)
+    cache = PrefixCache(local_tiers(0, disk, queue=16))
     cache.publish(model.snapshot(run(50)), MESSAGE)
     cache.flush()
     load = disk.load
@@ -365,11 +369,11 @@ def test_what_is_being_restored_from_disk_is_not_the_victim(
 
 
 def test_a_read_only_second_cache_hits_and_does_not_save(model: PaperModel, disk: DiskStore) -> None:
-    cache = PrefixCache(PLENTY, disk)
+    cache = PrefixCache(local_tiers(PLENTY, disk))
     cache.publish(model.snapshot(run(50)), MESSAGE)
     cache.flush()
     second = again(disk)  # flock is per open file, so one process can play both
-    assert second.stats().disk == "read-only"
+    assert second.stats().states["disk"] == "read-only"
     assert second.lookup(run(50)).hit is not None
     second.publish(model.snapshot(run(90)), MESSAGE)
     second.close()
@@ -378,9 +382,9 @@ def test_a_read_only_second_cache_hits_and_does_not_save(model: PaperModel, disk
 
 
 def test_what_an_audit_sets_aside_never_comes_back(model: PaperModel, disk: DiskStore) -> None:
-    cache = PrefixCache(PLENTY, disk)
+    cache = PrefixCache(local_tiers(PLENTY, disk))
     entry = cache.publish(model.snapshot(run(50)), MESSAGE)
-    cache.set_aside(entry, "logits differ from a cold run")  # perhaps while it is being saved
+    cache.quarantine(entry, "logits differ from a cold run")  # perhaps while it is being saved
     cache.flush()
     assert cache.lookup(run(50)).hit is None
     cache.close()
@@ -390,16 +394,16 @@ def test_what_an_audit_sets_aside_never_comes_back(model: PaperModel, disk: Disk
 
 
 def test_pages_are_counted_once_in_ram(model: PaperModel) -> None:
-    cache = PrefixCache(PLENTY)
+    cache = PrefixCache(local_tiers(PLENTY))
     snapshots = [model.snapshot(run(64 * n)) for n in (1, 2, 3)]
     for snapshot in snapshots:
         cache.publish(snapshot, MESSAGE)
-    pages = {p for s in snapshots for part in s.parts if isinstance(part, KvPart) for p in part.pages}
-    assert cache.stats().ram_bytes == sum(s.own_bytes for s in snapshots) + sum(p.nbytes for p in pages)
+    pages = {p for s in snapshots for part in s.parts for p in part.pages}
+    assert cache.stats().bytes["ram"] == sum(s.own_bytes for s in snapshots) + sum(p.nbytes for p in pages)
 
 
 def test_what_was_refused_is_saved_at_closing(model: PaperModel, disk: DiskStore) -> None:
-    cache = PrefixCache(PLENTY, disk, queue=1)
+    cache = PrefixCache(local_tiers(PLENTY, disk, queue=1))
     for i in range(8):
         cache.publish(model.snapshot(run(50, 100 * i)), MESSAGE)
     cache.close()
@@ -410,7 +414,7 @@ def test_what_was_refused_is_saved_at_closing(model: PaperModel, disk: DiskStore
 
 def test_many_threads_publish_and_look_up(model: PaperModel, disk: DiskStore) -> None:
     one = model.snapshot(run(50)).own_bytes
-    cache = PrefixCache(3 * one, disk)
+    cache = PrefixCache(local_tiers(3 * one, disk))
     faults: list[BaseException] = []
 
     def work(seed: int) -> None:
@@ -439,7 +443,7 @@ def test_many_threads_publish_and_look_up(model: PaperModel, disk: DiskStore) ->
 def test_a_lookup_in_ram_reads_no_file_and_counts_nothing_it_leaves_to_others(
     model: PaperModel, disk: DiskStore
 ) -> None:
-    first = PrefixCache(PLENTY, disk)
+    first = PrefixCache(local_tiers(PLENTY, disk))
     first.publish(model.snapshot(run(100)), MESSAGE)
     first.close()
     cache = again(disk)
@@ -448,11 +452,11 @@ def test_a_lookup_in_ram_reads_no_file_and_counts_nothing_it_leaves_to_others(
     assert (stats.lookups, stats.hits, stats.misses) == (0, {}, {})
     assert all(entry.pins == 0 for entry in cache.entries())
     found = cache.lookup(run(120))
-    assert found.hit is not None and found.hit.tier is Tier.DISK
+    assert found.hit is not None and found.hit.tier == "disk"
     found.hit.release()
     found_again = cache.lookup_in_ram(run(120))
     assert found_again is not None and found_again.hit is not None
-    assert (found_again.hit.tier, found_again.hit.position) == (Tier.RAM, 100)
+    assert (found_again.hit.tier, found_again.hit.position) == ("ram", 100)
     found_again.hit.release()
     unseen = cache.lookup_in_ram(run(50, start=7000))
     assert unseen is not None and unseen.hit is None
@@ -463,7 +467,7 @@ def test_a_start_says_what_it_found_and_a_stop_what_it_saved(
     model: PaperModel, disk: DiskStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "rekindle.prefix"):
-        cache = PrefixCache(PLENTY, disk)
+        cache = PrefixCache(local_tiers(PLENTY, disk))
         cache.publish(model.snapshot(run(100)), MESSAGE)
         cache.close()
         again(disk).close()
@@ -478,5 +482,17 @@ def test_a_start_says_what_it_found_and_a_stop_what_it_saved(
 
 
 def test_a_cache_that_can_keep_nothing_wants_no_snapshot() -> None:
-    assert not PrefixCache(0).wants(list(range(64)), BoundaryKind.END)
-    assert PrefixCache(1 << 20).wants(list(range(64)), BoundaryKind.END)
+    assert not PrefixCache(local_tiers(0)).wants(list(range(64)), BoundaryKind.END)
+    assert PrefixCache(local_tiers(1 << 20)).wants(list(range(64)), BoundaryKind.END)
+
+
+@pytest.mark.parametrize("kind", [list, lambda tokens: np.asarray(tokens, dtype=np.uint64)])
+def test_a_number_that_is_no_token_id_is_refused_and_never_made_to_fit(kind: Callable[[list[int]], Any]) -> None:
+    cache = PrefixCache(local_tiers(PLENTY))
+    for wrong in (1 << 31, (1 << 32) + 5, 1 << 63):
+        for ask in (cache.lookup, cache.lookup_in_ram, cache.known_length, lambda t: cache.wants(t, BoundaryKind.END)):
+            with pytest.raises(BadRequest, match=f"{wrong} is no token id"):
+                ask(kind([1, wrong, 2]))
+    with pytest.raises(BadRequest, match="-1 is no token id"):
+        cache.lookup([3, -1])
+    cache.close()

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from paper_snapshots import PaperModel
+from support.paper_snapshots import PaperModel
 
-from rekindle.prefix import PrefixCache, check_budget
+from rekindle.prefix import PrefixCache, check_budgets, local_tiers, retention
 from rekindle.prefix.retention import FRESH_CONVERSATIONS, PATIENCE
 from rekindle.prefix.types import Entry
 from rekindle.prompt import BoundaryKind
@@ -14,7 +14,7 @@ ONE = MODEL.snapshot([0] * 20).own_bytes
 
 
 def cache_for(snapshots: int) -> PrefixCache:
-    return PrefixCache(snapshots * ONE + ONE // 2)
+    return PrefixCache(local_tiers(snapshots * ONE + ONE // 2))
 
 
 class Desk:
@@ -128,10 +128,12 @@ def test_what_is_pinned_is_never_the_victim() -> None:
     desk = Desk(room=2)
     pinned = desk.publish("pinned")
     desk.publish("b")
-    with desk.cache.pin(pinned):
-        for i in range(FRESH_CONVERSATIONS + 5):
-            desk.publish(f"x{i}")
-        assert desk.there("pinned") == ["pinned"]
+    hit = desk.cache.lookup(desk.tokens["pinned"]).hit
+    assert hit is not None and hit.entry is pinned
+    for i in range(FRESH_CONVERSATIONS + 5):
+        desk.publish(f"x{i}")
+    assert desk.there("pinned") == ["pinned"]
+    hit.release()
     desk.retire_all()
     desk.publish("y")
     desk.publish("z")
@@ -141,14 +143,14 @@ def test_what_is_pinned_is_never_the_victim() -> None:
 
 def test_all_pinned_means_over_budget_and_not_a_loop() -> None:
     desk = Desk(room=1)
-    entries = [desk.publish(name) for name in ("a",)]
-    desk.cache.acquire(entries[0])
-    hit = desk.cache.lookup(desk.tokens["a"]).hit
-    assert hit is not None
+    desk.publish("a")
+    hits = [desk.cache.lookup(desk.tokens["a"]).hit for _ in range(2)]
+    assert all(hits)
     desk.publish("b")
     assert desk.there("a", "b") == ["a"], "the newcomer had to go"
-    hit.release()
-    desk.cache.release(entries[0])
+    for hit in hits:
+        assert hit is not None
+        hit.release()
 
 
 @pytest.mark.parametrize("shape", ["flat", "chain"])
@@ -159,23 +161,77 @@ def test_the_cost_of_an_eviction_does_not_grow_with_the_number_of_snapshots(shap
         for i in range(population):
             tokens = [*tokens, i] if shape == "chain" else [i]
             cache.publish(MODEL.snapshot(tokens[-1:] if shape == "flat" else tokens), MESSAGE)
-        before = cache._retention["ram"].steps  # type: ignore[index]
+        retention = cache._catalogue.retention["ram"]
+        before = retention.steps
         rounds = 200
         for i in range(rounds):
             cache.publish(MODEL.snapshot([10**6 + i]), MESSAGE)
         assert sum(cache.stats().evictions.values()) > rounds / 2
-        return (cache._retention["ram"].steps - before) / rounds  # type: ignore[index]
+        return (retention.steps - before) / rounds
 
     small, large = worst(50), worst(700)
     assert large <= small + 3, f"{small} steps an eviction among 50, {large} among 700"
 
 
 def test_a_budget_smaller_than_one_snapshot_is_said_at_the_start() -> None:
-    assert check_budget(100, 10_000, None) == []
-    assert check_budget(100, 10_000, 10_000) == []
-    assert check_budget(100, 0, None) == []  # nothing is to be kept
-    [ram] = check_budget(100, 99, 10_000)
+    assert check_budgets(100, {"ram": 10_000}) == []
+    assert check_budgets(100, {"ram": 10_000, "disk": 10_000}) == []
+    assert check_budgets(100, {"ram": 0, "disk": 0}) == []  # nothing is to be kept
+    [ram] = check_budgets(100, {"ram": 99, "disk": 10_000})
     assert "ram" in ram
     assert "smaller than one snapshot" in ram
-    [disk] = check_budget(100, 10_000, 300)
+    [disk] = check_budgets(100, {"ram": 10_000, "disk": 300})
     assert "disk" in disk
+
+
+# What clients asked to keep
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds, in its only entry."""
+    time = [1000.0]
+    monkeypatch.setattr(retention, "now", lambda: time[0])
+    return time
+
+
+def test_what_is_kept_goes_after_all_others_until_its_time_is_over(clock: list[float]) -> None:
+    desk = Desk(room=4)
+    desk.publish("kept")
+    assert desk.cache.keep(desk.tokens["kept"], 300)
+    for name in "abcd":
+        desk.publish(name)
+    desk.retire_all()
+    assert desk.there("kept", "d") == ["kept", "d"], "it is the oldest, and is there"
+    clock[0] += 301
+    desk.publish("e")
+    assert desk.there("kept", "b", "c", "d", "e") == ["b", "c", "d", "e"]
+
+
+def test_keeping_again_makes_it_longer_and_never_shorter(clock: list[float]) -> None:
+    desk = Desk(room=2)
+    desk.publish("kept")
+    desk.cache.keep(desk.tokens["kept"], 3600)
+    desk.cache.keep(desk.tokens["kept"], 300)
+    clock[0] += 3000
+    for name in "abc":
+        desk.publish(name)
+    assert desk.there("kept") == ["kept"]
+
+
+def test_what_is_kept_holds_half_of_a_tier_at_most(clock: list[float]) -> None:
+    desk = Desk(room=4)
+    desk.publish("mine")
+    desk.use("mine")
+    for i, name in enumerate("abcdef"):
+        desk.publish(name)
+        desk.cache.keep(desk.tokens[name], 300 + i)
+    assert desk.there("mine", *"abcdef")[0] == "mine", "somebody else's, who asked for nothing"
+    assert desk.there(*"ef") == ["e", "f"], "of the kept ones, those that are kept longest"
+
+
+def test_nothing_is_kept_that_is_not_there() -> None:
+    desk = Desk(room=2)
+    desk.publish("a")
+    assert not desk.cache.keep([1, 2, 3], 300)
+    assert not desk.cache.keep(desk.tokens["a"], 300, "another name space")

@@ -6,19 +6,32 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import zmq
-from paper_hall import QUICK, Hall
-from paper_shard import PaperStage, terms
+from support.paper_hall import QUICK, Hall
+from support.paper_shard import PaperStage, terms
 
 from rekindle.batch import Batch, Segment
 from rekindle.errors import BadConfig, LinkRefused, RekindleError
-from rekindle.shards import HeadKeys, KeyPair, RemoteStage, ShardKeys, keygen, load_keys, load_public
+from rekindle.shards import (
+    HeadKeys,
+    KeyPair,
+    RemoteStage,
+    ShardKeys,
+    frames,
+    keygen,
+    load_keys,
+    load_public,
+    shared_keys,
+)
+from rekindle.shards.frames import Frame, Limits
 from rekindle.shards.link import check_endpoint
 from rekindle.spec import Span
 
@@ -91,6 +104,57 @@ def test_a_damaged_key_file_is_refused(tmp_path: Path, ring: Ring) -> None:
             load_keys(path)
 
 
+@pytest.mark.parametrize("load", [load_keys, load_public])
+def test_a_key_file_that_is_none_is_refused_in_one_sentence(tmp_path: Path, load: Callable[[Path], object]) -> None:
+    path = tmp_path / "key"
+    with pytest.raises(BadConfig, match="cannot be read: No such file"):
+        load(path)
+    path.touch(0o600)
+    for data, says in [
+        (b"\xff" * 40, "no text"),
+        (("\x01" * 40 + " " + "\x02" * 40).encode(), "no character of a key|40 characters"),
+        (b"x" * 100_000, "entries|40 characters"),
+    ]:
+        path.write_bytes(data)
+        with pytest.raises(BadConfig, match=says):
+            load(path)
+
+
+# The key pair of one user's links
+
+
+def test_both_ends_of_one_user_find_the_same_keys_whoever_comes_first(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "link.key"
+    with ThreadPoolExecutor(8) as pool:
+        pairs = set(pool.map(lambda _: shared_keys(path), range(8)))
+    assert len(pairs) == 1
+    assert [entry.name for entry in path.parent.iterdir()] == ["link.key"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_shared_keys_of_another_user_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "link.key"
+    shared_keys(path)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(BadConfig, match="belongs to user"):
+        shared_keys(path)
+
+
+def test_another_user_reads_no_shared_keys(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root becomes another user")
+    path = tmp_path / "link.key"
+    shared_keys(path)
+    for folder in (tmp_path, *tmp_path.parents):
+        if str(folder).startswith(tempfile.gettempdir() + "/"):
+            folder.chmod(0o755)  # not the folders keep it from them
+    code = "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534); open(sys.argv[1]).read()"
+    ran = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=30)
+    assert ran.returncode == 1
+    assert "PermissionError" in ran.stderr
+
+
 # Addresses
 
 
@@ -105,9 +169,15 @@ def test_plain_tcp_that_leaves_the_host_is_refused_on_both_ends(hall: Hall, endp
         hall.serve(PaperStage(SPAN, 8))
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:9", "tcp://localhost:9", "tcp://[::1]:9", "ipc:///tmp/x"])
-def test_loopback_and_ipc_need_no_keys(endpoint: str) -> None:
-    check_endpoint(endpoint, encrypted=False)
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:9", "tcp://localhost:9", "tcp://[::1]:9"])
+def test_loopback_without_keys_is_refused_too_since_every_user_can_reach_it(endpoint: str) -> None:
+    check_endpoint(endpoint, encrypted=True)
+    with pytest.raises(LinkRefused, match="every user of this host can reach and the link has no keys"):
+        check_endpoint(endpoint, encrypted=False)
+
+
+def test_a_socket_file_needs_no_keys() -> None:
+    check_endpoint("ipc:///tmp/x", encrypted=False)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +192,25 @@ def test_an_address_in_use_is_reported(hall: Hall) -> None:
     taken = hall.serve(PaperStage(SPAN, 8), "tcp").endpoint
     hall.address = lambda *_: taken  # type: ignore[method-assign]
     with pytest.raises(LinkRefused, match=f"cannot listen on {taken}"):
-        hall.serve(PaperStage(SPAN, 8))
+        hall.serve(PaperStage(SPAN, 8), "tcp")
 
 
 def test_an_ipc_socket_is_for_its_owner_alone(hall: Hall) -> None:
-    endpoint = hall.serve(PaperStage(SPAN, 8)).endpoint
+    before = os.umask(0)
+    try:
+        endpoint = hall.serve(PaperStage(SPAN, 8)).endpoint
+        assert os.umask(0) == 0, "the umask is what it was"
+    finally:
+        os.umask(before)
     assert Path(endpoint.removeprefix("ipc://")).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_in_the_place_of_a_socket_is_not_deleted(hall: Hall, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("dear")
+    hall.address = lambda *_: f"ipc://{tmp_path}/precious"  # type: ignore[method-assign]
+    with pytest.raises(LinkRefused, match="no socket lies there"):
+        hall.serve(PaperStage(SPAN, 8))
+    assert (tmp_path / "precious").read_text() == "dear"
 
 
 # CURVE
@@ -145,8 +228,16 @@ def test_a_key_that_is_not_allowed_gets_nothing(locked: str, ring: Ring) -> None
         connect(locked, HeadKeys(ring.stranger, ring.shard.public))
 
 
-def test_a_head_without_keys_gets_nothing(locked: str) -> None:
-    with pytest.raises(LinkRefused, match=r"no answer to hello within \d\.\d s: .*do both ends have keys"):
+def test_a_connection_without_keys_gets_nothing(locked: str) -> None:
+    """Not through our own code, which refuses to try."""
+    hello = frames.export_frame(Frame(0, frames.Hello("paper", "x", 0, 4, "float32", "bf16", 1)), Limits())
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.IDENTITY, b"s" * 16 + b"r")
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(locked)
+        socket.send_multipart(hello)
+        assert not socket.poll(1000)
+    with pytest.raises(LinkRefused, match="has no keys"):
         connect(locked, None)
 
 
@@ -155,10 +246,11 @@ def test_a_head_that_takes_the_shard_for_another_gets_nothing(locked: str, ring:
         connect(locked, HeadKeys(ring.head, ring.stranger.public))
 
 
-def test_a_head_with_keys_does_not_talk_to_a_shard_without(hall: Hall, ring: Ring) -> None:
-    plain = hall.serve(PaperStage(SPAN, 8), "tcp").endpoint
-    with pytest.raises(LinkRefused, match="do both ends have keys"):
-        connect(plain, HeadKeys(ring.head, ring.shard.public))
+def test_a_head_with_keys_does_not_talk_to_whoever_took_the_shards_port(ring: Ring) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as squatter:
+        port = squatter.bind_to_random_port("tcp://127.0.0.1")
+        with pytest.raises(LinkRefused, match="do both ends have keys"):
+            connect(f"tcp://127.0.0.1:{port}", HeadKeys(ring.head, ring.shard.public))
 
 
 def test_strangers_do_not_disturb_the_head_that_is_allowed(locked: str, ring: Ring) -> None:
@@ -220,14 +312,13 @@ def two_hosts() -> Iterator[tuple[str, str]]:
 HEAD = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from paper_shard import terms
+from support.paper_shard import terms
 from rekindle.batch import Batch, Segment
 from rekindle.shards import Deadlines, HeadKeys, RemoteStage, load_keys, load_public
 from rekindle.spec import Span
-keys = HeadKeys(load_keys(Path(sys.argv[3])), load_public(Path(sys.argv[4])))
-deadlines = Deadlines(connect=float(sys.argv[5]))
-remote = RemoteStage(sys.argv[2], "paper", terms(Span(0, 4)), keys=keys, deadlines=deadlines)
+keys = HeadKeys(load_keys(Path(sys.argv[2])), load_public(Path(sys.argv[3])))
+deadlines = Deadlines(connect=float(sys.argv[4]))
+remote = RemoteStage(sys.argv[1], "paper", terms(Span(0, 4)), keys=keys, deadlines=deadlines)
 remote.open(0)
 remote.forward(Batch((Segment(0, 0, tuple(range(200))),)), None)
 parts = remote.capture(0)
@@ -241,11 +332,10 @@ print("both slots stand at 200")
 
 @pytest.mark.slow
 def test_two_hosts_are_joined_by_tcp_with_keys(two_hosts: tuple[str, str], tmp_path: Path, ring: Ring) -> None:
-    folder = str(Path(__file__).parent)
     endpoint = "tcp://10.77.0.1:9077"
-    there = ["ip", "netns", "exec", two_hosts[0], sys.executable, f"{folder}/paper_shard.py", endpoint]
+    there = ["ip", "netns", "exec", two_hosts[0], sys.executable, "-m", "support.paper_shard", endpoint]
     there += ["--keys", str(tmp_path / "shard.key"), "--allow", str(tmp_path / "head.key.pub")]
-    here = ["ip", "netns", "exec", two_hosts[1], sys.executable, "-c", HEAD, folder, endpoint]
+    here = ["ip", "netns", "exec", two_hosts[1], sys.executable, "-c", HEAD, endpoint]
     with subprocess.Popen(there, stdout=subprocess.PIPE, text=True) as shard:
         try:
             assert shard.stdout is not None

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paper_hall import QUICK
-from paper_shard import ENDLESS, terms
+from support.paper_hall import QUICK
+from support.paper_shard import ENDLESS, terms
 
 from rekindle.batch import Batch, Segment
 from rekindle.errors import BadConfig, LinkRefused, StageLost
 from rekindle.shards import RemoteStage, ShardProcess, start_shard
 from rekindle.spec import Span
 
-PROGRAM = str(Path(__file__).parent / "paper_shard.py")
+PROGRAM = "-m", "support.paper_shard"
 SPAN = Span(0, 4)
 
 
@@ -35,7 +35,7 @@ class Yard:
         self._shards: list[ShardProcess] = []
 
     def start(self, *hang: str) -> ShardProcess:
-        command = [sys.executable, PROGRAM, self.endpoint, "--trace", str(self.trace), "--hang", *hang]
+        command = [sys.executable, *PROGRAM, self.endpoint, "--trace", str(self.trace), "--hang", *hang]
         self._shards.append(start_shard(command, self.endpoint, deadline=60))
         return self._shards[-1]
 
@@ -196,7 +196,7 @@ def test_a_command_that_does_not_exist_is_reported() -> None:
 def test_no_shard_outlives_its_parent(tmp_path: Path) -> None:
     parent = (
         "import sys, time; from rekindle.shards import start_shard\n"
-        f"shard = start_shard([sys.executable, {PROGRAM!r}, 'ipc://{tmp_path}/s'], None, deadline=60)\n"
+        f"shard = start_shard([sys.executable, *{PROGRAM!r}, 'ipc://{tmp_path}/s'], None, deadline=60)\n"
         "print(shard.pid, flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)

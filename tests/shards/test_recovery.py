@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import soak_shards
 
 from rekindle.batch import Batch, Segment
 from rekindle.engine.types import Failed, Finished
 from rekindle.errors import SnapshotMismatch, StageLost
 from rekindle.shards import RemoteStage
-from rekindle.snapshots.types import DeltaPart, KvPart, Part
+from rekindle.snapshots.types import TAIL, Part
 from rekindle.spec import Span
 from rekindle.stages import LocalStage, Pipeline
-
-ROOT = Path(__file__).parents[2]
-
-
-def soak_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("soak_shards", ROOT / "scripts" / "soak_shards.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["soak_shards"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-SOAK = soak_script()
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +30,10 @@ def moe(golden: Path) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(moe: Path) -> Iterator[Callable[[int, int], list[int]]]:
     """What a server without a shard answers to a prompt of the talk."""
-    built = SOAK.build(moe, split=False)
+    built = soak_shards.build(moe, split=False)
 
     def answer(talk: int, length: int) -> list[int]:
-        asked = SOAK.Asked(built, talk, length)
+        asked = soak_shards.Asked(built, talk, length)
         assert isinstance(asked.wait(), Finished)
         tokens: list[int] = asked.tokens
         return tokens
@@ -60,7 +44,7 @@ def undisturbed(moe: Path) -> Iterator[Callable[[int, int], list[int]]]:
 
 @pytest.fixture(scope="module")
 def split(moe: Path) -> Iterator[Any]:
-    built = SOAK.build(moe, split=True, cache=1 << 28)
+    built = soak_shards.build(moe, split=True, cache=1 << 28)
     yield built
     built.stop()
 
@@ -104,9 +88,9 @@ def test_a_shard_killed_in_any_verb_changes_no_answer(
     calls: int,
     talk: int,
 ) -> None:
-    SOAK.Asked(split, talk, 150).wait()  # so that there is something to restore
+    soak_shards.Asked(split, talk, 150).wait()  # so that there is something to restore
     assassin = Assassin(monkeypatch, split, verb, calls)
-    asked = {each: SOAK.Asked(split, each, 230) for each in range(talk, talk + 3)}
+    asked = {each: soak_shards.Asked(split, each, 230) for each in range(talk, talk + 3)}
     for each, answer in asked.items():
         assert isinstance(answer.wait(), Finished)
         assert answer.tokens == undisturbed(each, 230)
@@ -119,7 +103,7 @@ def test_a_shard_that_dies_while_nobody_asks_is_back_for_the_next_request(
     split: Any, undisturbed: Callable[[int, int], list[int]]
 ) -> None:
     os.kill(split.hosts.pid("lab"), signal.SIGKILL)
-    asked = SOAK.Asked(split, 4, 90)
+    asked = soak_shards.Asked(split, 4, 90)
     assert isinstance(asked.wait(), Finished)
     assert asked.tokens == undisturbed(4, 90)
 
@@ -130,9 +114,9 @@ def test_a_shard_that_cannot_be_started_again_and_fits_nowhere_fails_the_request
     keeper = split.hosts._keepers["lab"]
     with monkeypatch.context() as patch:
         patch.setattr(keeper, "_command", ["false"])
-        patch.setattr("rekindle.build.refuge.available_ram", lambda: 1 << 20)
+        patch.setattr("rekindle.build.failover.available_ram", lambda: 1 << 20)
         os.kill(keeper.pid, signal.SIGKILL)
-        asked = SOAK.Asked(split, 5, 90)
+        asked = soak_shards.Asked(split, 5, 90)
         end = asked.wait()
         assert isinstance(end, Failed)
         assert isinstance(end.error, StageLost)
@@ -140,14 +124,14 @@ def test_a_shard_that_cannot_be_started_again_and_fits_nowhere_fails_the_request
         assert "span [4, 8)" in says
         assert "'false' ended with status 1 before it was ready" in says
         assert "no other device can take layers [4, 8): cpu has 768.0 KiB and" in says
-    asked = SOAK.Asked(split, 5, 90)
+    asked = soak_shards.Asked(split, 5, 90)
     assert isinstance(asked.wait(), Finished)
     assert asked.tokens == undisturbed(5, 90)
 
 
 def test_random_kills_under_load_leave_no_wrong_answer_and_no_leak(moe: Path) -> None:
-    tally = SOAK.soak(moe, kills=2, seed=1)
-    assert tally.kills == 2 and not SOAK.is_bad(tally), json.dumps(vars(tally))
+    tally = soak_shards.soak(moe, kills=2, seed=1)
+    assert tally.kills == 2 and not soak_shards.is_bad(tally), json.dumps(vars(tally))
     assert tally.answers > 0
 
 
@@ -162,9 +146,9 @@ def feed(pipeline: Pipeline, slot: int, length: int) -> tuple[Part, ...]:
 
 def cut(part: Part) -> Part:
     """The part of another model."""
-    if isinstance(part, KvPart):
-        return KvPart(part.layer, part.pages, part.tail[..., :-1].contiguous())
-    return DeltaPart(part.layer, part.state[1:], part.window)
+    if part.is_paged:
+        return Part(part.layer, {TAIL: part.tensors[TAIL][..., :-1].contiguous()}, part.pages)
+    return Part(part.layer, {**part.tensors, "state": part.tensors["state"][1:]})
 
 
 @pytest.mark.parametrize("spoilt", [0, 5, 7])
@@ -190,7 +174,7 @@ def test_a_restore_that_one_stage_refuses_is_adopted_by_none(make_tiny: Any, spo
 
 def tensors(stage: LocalStage, slot: int) -> list[Any]:
     parts = stage.capture(slot)
-    return [part.tail if isinstance(part, KvPart) else part.state for part in parts]
+    return [part.tensors[TAIL if part.is_paged else "state"] for part in parts]
 
 
 def test_a_restore_for_which_one_stage_has_no_pages_is_adopted_by_none(make_tiny: Any) -> None:

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from paper_hall import QUICK, Hall
-from paper_shard import HIDDEN, POOL, TOO_MUCH, TORN, PaperStage, paper_server, terms
+from support.paper_hall import QUICK, Hall
+from support.paper_shard import HIDDEN, POOL, TOO_MUCH, TORN, VOCAB, PaperStage, paper_server, terms
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.errors import BadFrame, LinkRefused, PoolFull, RekindleError, SnapshotMismatch, StageLost
 from rekindle.shards import RemoteStage, client, frames
-from rekindle.snapshots.types import DeltaPart, KvPart, Part
+from rekindle.snapshots.types import Part
 from rekindle.spec import PAGE, Span
-from rekindle.stages.types import Ahead, PageCount, Stage, StageOutput
+from rekindle.stages.types import PageCount, PendingTokens, Stage, StageOutput
 
 FIRST, LAST, LAYERS = Span(0, 4), Span(4, 8), 8
 
@@ -50,17 +50,19 @@ def same_parts(a: Sequence[Part], b: Sequence[Part]) -> bool:
 
 
 def same_part(a: Part, b: Part) -> bool:
-    if isinstance(a, KvPart) and isinstance(b, KvPart):
-        pages = [same_tensor(x.data, y.data) for x, y in zip(a.pages, b.pages, strict=True)]
-        return a.layer == b.layer and all(pages) and same_tensor(a.tail, b.tail)
-    if isinstance(a, DeltaPart) and isinstance(b, DeltaPart):
-        return a.layer == b.layer and same_tensor(a.state, b.state) and same_tensor(a.window, b.window)
-    return False
+    pages = [same_tensor(x.data, y.data) for x, y in zip(a.pages, b.pages, strict=True)]
+    same_names = list(a.tensors) == list(b.tensors)
+    return (
+        a.layer == b.layer
+        and all(pages)
+        and same_names
+        and all(same_tensor(tensor, b.tensors[name]) for name, tensor in a.tensors.items())
+    )
 
 
 def share_pages(old: Sequence[Part], new: Sequence[Part]) -> bool:
     """Every page of the old parts is the very same object in the new ones."""
-    kv = [(a, b) for a, b in zip(old, new, strict=True) if isinstance(a, KvPart) and isinstance(b, KvPart)]
+    kv = [(a, b) for a, b in zip(old, new, strict=True) if a.is_paged and b.is_paged]
     return bool(kv) and all(x is y for a, b in kv for x, y in zip(a.pages, b.pages[: len(a.pages)], strict=True))
 
 
@@ -71,7 +73,7 @@ def count_pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counting(*args: Any) -> dict[str, torch.Tensor]:
         tensors = import_tensors(*args)
-        counts.append(sum(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".pages")))
+        counts.append(sum(tensor.shape[0] for name, tensor in tensors.items() if name.endswith("/pages")))
         return tensors
 
     monkeypatch.setattr(frames, "import_tensors", counting)
@@ -169,7 +171,7 @@ def test_a_page_written_again_after_a_rewind_is_sent_again(hall: Hall) -> None:
     local, remote = first(), hall.remote(first())
     for stage in (local, remote):
         stage.open(0)
-        run(stage, 0, prompt(2 * PAGE))
+        stage.forward(Batch((Segment(0, 0, prompt(2 * PAGE)),), rewindable=True), None)
         stage.capture(0)
         stage.rewind(0, PAGE + 7)
         run(stage, 0, prompt(2 * PAGE, seed=2), PAGE + 7)
@@ -237,7 +239,7 @@ def test_a_restore_that_one_shard_refuses_is_adopted_by_none(hall: Hall) -> None
         run(remote, 0, prompt(70))
         remote.open(1)
     parts = [part for remote in remotes for part in remote.capture(0)]
-    torn = [replace(p, pages=p.pages[:0]) if isinstance(p, KvPart) and p.layer == 7 else p for p in parts]
+    torn = [replace(p, pages=p.pages[:0]) if p.layer == 7 else p for p in parts]
     remotes[0].prepare_restore(1, 70, torn)
     with pytest.raises(SnapshotMismatch, match="layer 7 holds 6 positions, the snapshot is at 70"):
         remotes[1].prepare_restore(1, 70, torn)
@@ -297,6 +299,50 @@ def test_any_other_error_arrives_with_its_name_and_the_shard_goes_on(hall: Hall)
     assert remote.lost is None
     remote.open(0)
     assert run(remote, 0, (1,)).hidden is not None
+
+
+def test_a_segment_that_does_not_begin_where_its_slot_stands_is_refused(hall: Hall) -> None:
+    remote = hall.remote(first())
+    remote.open(0)
+    with pytest.raises(BadFrame, match="slot 0 stands at 0, the frame's segment begins at 5"):
+        run(remote, 0, prompt(3), 5)
+    run(remote, 0, prompt(3))
+    with pytest.raises(BadFrame, match="slot 0 stands at 3, the frame's segment begins at 0"):
+        run(remote, 0, prompt(3))
+    remote.restore(1, 3, remote.capture(0))
+    with pytest.raises(BadFrame, match="slot 1 stands at 3, the frame's segment begins at 4"):
+        run(remote, 1, prompt(3), 4)
+    run(remote, 0, prompt(3), 3)
+
+
+def test_a_slot_goes_back_only_into_its_last_block(hall: Hall) -> None:
+    remote = hall.remote(first())
+    remote.open(0)
+    run(remote, 0, prompt(5))
+    for position in (3, 6):
+        with pytest.raises(BadFrame, match=f"slot 0 can be between 5 and 5, the frame goes back to {position}"):
+            remote.rewind(0, position)
+    remote.forward(Batch((Segment(0, 5, (1, 2, 3)),), rewindable=True), None)
+    remote.rewind(0, 7)
+    remote.rewind(0, 6)
+    with pytest.raises(BadFrame, match="slot 0 can be between 5 and 6, the frame goes back to 4"):
+        remote.rewind(0, 4)
+    run(remote, 0, (9,), 6)
+
+
+def test_a_token_beyond_the_vocabulary_or_31_bits_is_refused_and_the_shard_goes_on(hall: Hall) -> None:
+    server = paper_server(hall.address("ipc"), {"paper": (stage := first())}, vocabulary=VOCAB)
+    server.start()
+    remote = hall.connect(server, stage)
+    remote.open(0)
+    with pytest.raises(BadFrame, match=f"the frame brings token {VOCAB}, the vocabulary has {VOCAB}"):
+        run(remote, 0, (1, VOCAB, 2))
+    for token in (1 << 31, 1 << 32, (1 << 48) - 1, -1):
+        with pytest.raises(BadFrame, match=f"slot 0: {token} is no token id"):
+            run(remote, 0, (token,))
+    run(remote, 0, (1, VOCAB - 1))
+    remote.stop()
+    server.stop()
 
 
 def test_a_slot_the_stage_does_not_have_and_wrong_hidden_rows_are_refused(hall: Hall) -> None:
@@ -447,7 +493,7 @@ class GatedStage(PaperStage):
         self.gate = threading.Event()
         self.began = threading.Event()
 
-    def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput:
+    def forward(self, batch: Batch, hidden: torch.Tensor | None, pending: PendingTokens | None = None) -> StageOutput:
         self.began.set()
         assert self.gate.wait(20)
         return super().forward(batch, hidden)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from paper_hall import QUICK
+from support.paper_hall import QUICK
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.shards import RemoteStage, ShardServer, Terms
-from rekindle.snapshots.types import KvPart, Part
+from rekindle.snapshots.types import Part
 from rekindle.spec import PAGE, Span
 from rekindle.stages import Pipeline
 
@@ -100,15 +100,12 @@ def test_a_chain_of_snapshots_of_a_split_shares_its_pages(pipelines: tuple[Pipel
     split.restore(1, 2 * PAGE, first)
     third = split.capture(1).result()
     for a, b, c in zip(first, second, third, strict=True):
-        if isinstance(a, KvPart) and isinstance(b, KvPart) and isinstance(c, KvPart):
+        if a.is_paged:
             assert all(x is y is z for x, y, z in zip(a.pages, b.pages[:2], c.pages, strict=True))
 
 
 def tensors(parts: tuple[Part, ...]) -> list[torch.Tensor]:
     result: list[torch.Tensor] = []
     for part in parts:
-        if isinstance(part, KvPart):
-            result += [*(page.data for page in part.pages), part.tail]
-        else:
-            result += [part.state, part.window]
+        result += [*(page.data for page in part.pages), *part.tensors.values()]
     return result

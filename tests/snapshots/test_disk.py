@@ -14,21 +14,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from crash_driver import chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paper_snapshots import FINGERPRINT, PaperModel, same
+from support.crash_driver import chain
+from support.paper_snapshots import FINGERPRINT, PaperModel, same
 
 from rekindle.errors import BadSnapshotFile, DoesNotFit
 from rekindle.prompt import BoundaryKind
-from rekindle.snapshots import disk, files
-from rekindle.snapshots.disk import KEPT_ASIDE, DiskStore
+from rekindle.snapshots import files, loading
+from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.folder import KEPT_ASIDE
 from rekindle.snapshots.slabs import EDGE, Slabs
-from rekindle.snapshots.types import DeltaPart, KvPart
 from rekindle.spec import PAGE
 
 BUDGET = 1 << 30
-HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ def test_pages_that_fill_a_slab_fill_it_when_they_are_loaded_too(store: DiskStor
     again = DiskStore(store.folder.parent, FINGERPRINT, BUDGET, slabs=Slabs(size=4 * body))
     loaded = again.load(saved.id)
     assert same(loaded, model.snapshot(counting(12 * PAGE)))
-    pages = [page for part in loaded.parts if isinstance(part, KvPart) for page in part.pages]
+    pages = [page for part in loaded.parts for page in part.pages]
     assert len({page.slab for page in pages}) == 3
     assert all(page.address % EDGE == 0 for page in pages)
     again.close()
@@ -72,7 +71,7 @@ def test_an_error_while_an_object_is_read_is_never_taken_for_the_end(
     def fails(*anything: object) -> str:
         raise IndexError("somewhere below")
 
-    monkeypatch.setattr(disk, "read_into", fails)
+    monkeypatch.setattr(loading, "read_into", fails)
     with pytest.raises(IndexError, match="somewhere below"):
         reopen(store).load(saved.id)
 
@@ -87,7 +86,6 @@ def test_an_error_while_an_object_is_read_is_never_taken_for_the_end(
     attention=st.sampled_from([(), (1,), (1, 3)]),
     delta=st.sampled_from([(), (0, 2)]),
     logits=st.booleans(),
-    drafter=st.integers(0, 2),
     share=st.booleans(),
     branch=st.integers(0, 150),
 )
@@ -97,7 +95,6 @@ def test_what_is_loaded_is_what_was_saved_bit_for_bit(
     attention: tuple[int, ...],
     delta: tuple[int, ...],
     logits: bool,
-    drafter: int,
     share: bool,
     branch: int,
 ) -> None:
@@ -107,7 +104,7 @@ def test_what_is_loaded_is_what_was_saved_bit_for_bit(
     snapshots = []
     for i, n in enumerate(lengths):
         tokens = counting(n) if i % 2 == 0 else counting(min(n, branch)) + counting(max(0, n - branch), 1000)
-        snapshots.append(model.snapshot(tokens, logits, drafter))
+        snapshots.append(model.snapshot(tokens, logits))
     with tempfile.TemporaryDirectory() as folder:
         first = DiskStore(folder, FINGERPRINT, BUDGET)
         ids = [first.save(snapshot).id for snapshot in snapshots]
@@ -131,8 +128,6 @@ def test_a_snapshot_loaded_beside_a_living_one_shares_its_pages(store: DiskStore
     fresh = reopen(store)
     a, b = fresh.load(short), fresh.load(long)
     first, second = a.parts[1], b.parts[1]
-    assert isinstance(first, KvPart)
-    assert isinstance(second, KvPart)
     assert first.pages == second.pages[: len(first.pages)]
 
 
@@ -161,12 +156,10 @@ def test_pages_share_no_slab_with_the_state_they_were_loaded_with(store: DiskSto
     id = store.save(PaperModel().snapshot(counting(3 * PAGE + 5))).id
     loaded = reopen(store).load(id)
     delta, kv = loaded.parts[:2]
-    assert isinstance(delta, DeltaPart)
-    assert isinstance(kv, KvPart)
     (slab,) = {page.slab for page in kv.pages}
     assert slab is not None
     start = slab.lend().ctypes.data
-    tensors = (delta.state, kv.tail, kv.pages[0].data, kv.pages[-1].data)
+    tensors = (delta.tensors["state"], kv.tensors["tail"], kv.pages[0].data, kv.pages[-1].data)
     assert [start <= t.data_ptr() < start + slab.nbytes for t in tensors] == [False, False, True, True]
 
 
@@ -197,7 +190,7 @@ def test_a_known_page_is_not_hashed_again(store: DiskStore, monkeypatch: pytest.
     store.save(model.snapshot(counting(10 * PAGE)))
     digested: list[int] = []
     real = files.digest
-    monkeypatch.setattr("rekindle.snapshots.disk.digest", lambda pieces: digested.append(1) or real(pieces))
+    monkeypatch.setattr("rekindle.snapshots.saving.digest", lambda pieces: digested.append(1) or real(pieces))
     store.save(model.snapshot(counting(11 * PAGE)))
     assert len(digested) == 2  # the new page and the own object
 
@@ -215,7 +208,7 @@ def test_evicting_one_of_a_chain_keeps_what_the_others_need(store: DiskStore) ->
 
 def test_a_kill_at_any_file_operation_leaves_only_whole_snapshots_and_all_finished_ones(tmp_path: Path) -> None:
     operations = [0, 1, 2, 3, 5, 8, 13, 17, 21, 26, 31, 38, 44, 52, 60, 75, 90, 105, 108]
-    subprocess.run([sys.executable, str(HERE / "crash_driver.py"), str(tmp_path), *map(str, operations)], check=True)
+    subprocess.run([sys.executable, "-m", "support.crash_driver", str(tmp_path), *map(str, operations)], check=True)
     model = PaperModel()
     expected = {len(tokens): model.snapshot(tokens) for tokens in chain()}
     acked_counts = set()
@@ -285,7 +278,7 @@ def test_a_damaged_file_is_refused_and_the_store_works_on(store, damage, which, 
         if id in opened:
             with pytest.raises(BadSnapshotFile):
                 opened.load(id)
-            opened.set_aside(id, "test")
+            opened.quarantine(id, "test")
     assert id not in opened
     assert len(caplog.records) <= 1
     snapshot = PaperModel().snapshot(counting(100))
@@ -330,7 +323,7 @@ def test_names_in_a_manifest_never_become_paths(store: DiskStore) -> None:
 
 def test_only_so_many_manifests_are_kept_aside(store: DiskStore) -> None:
     for i in range(KEPT_ASIDE + 5):
-        store.set_aside(store.save(PaperModel().snapshot(counting(10 + i))).id, "test")
+        store.quarantine(store.save(PaperModel().snapshot(counting(10 + i))).id, "test")
     assert len(list((store.folder / "aside").glob("*.json"))) == KEPT_ASIDE
     assert len(list((store.folder / "aside").glob("*.reason"))) == KEPT_ASIDE
 
@@ -354,15 +347,15 @@ def test_a_second_process_reads_and_does_not_write(store: DiskStore) -> None:
     model = PaperModel()
     kept, evicted = store.save(model.snapshot(counting(100))).id, store.save(model.snapshot(counting(150, 7))).id
     script = (
-        "import sys, logging, json; sys.path.insert(0, sys.argv[1]); logging.basicConfig(stream=sys.stderr)\n"
+        "import sys, logging; logging.basicConfig(stream=sys.stderr)\n"
         "from rekindle.snapshots.disk import DiskStore; from rekindle.errors import BadSnapshotFile\n"
-        "store = DiskStore(sys.argv[2], sys.argv[3], 1 << 30)\n"
+        "store = DiskStore(sys.argv[1], sys.argv[2], 1 << 30)\n"
         "print(store.read_only, len(store), flush=True); input()\n"
-        "print(store.load(sys.argv[4]).position)\n"
-        "try: store.load(sys.argv[5])\n"
-        "except BadSnapshotFile: store.set_aside(sys.argv[5], 'vanished'); print('miss', len(store))\n"
+        "print(store.load(sys.argv[3]).position)\n"
+        "try: store.load(sys.argv[4])\n"
+        "except BadSnapshotFile: store.quarantine(sys.argv[4], 'vanished'); print('miss', len(store))\n"
     )
-    command = [sys.executable, "-c", script, str(HERE), str(store.folder.parent), FINGERPRINT, kept, evicted]
+    command = [sys.executable, "-c", script, str(store.folder.parent), FINGERPRINT, kept, evicted]
     second = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert second.stdout is not None
     assert second.stdout.readline().split() == ["True", "2"]

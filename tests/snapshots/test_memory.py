@@ -3,15 +3,15 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paper_snapshots import PaperModel
+from support.paper_snapshots import PaperModel
 
 from rekindle.snapshots.memory import MemoryStore
-from rekindle.snapshots.types import KvPart, Page, Snapshot
+from rekindle.snapshots.types import Page, Snapshot
 
 
 def bytes_of(snapshots: list[Snapshot]) -> int:
     """The definition: own bytes, and every page that anyone holds once."""
-    pages = {page for s in snapshots for part in s.parts if isinstance(part, KvPart) for page in part.pages}
+    pages = {page for s in snapshots for part in s.parts for page in part.pages}
     return sum(s.own_bytes for s in snapshots) + sum(page.nbytes for page in pages)
 
 

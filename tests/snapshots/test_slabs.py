@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rekindle.snapshots import slabs as slabs_module
-from rekindle.snapshots.slabs import EDGE, Cuts, Piece, Slab, Slabs
+from rekindle.snapshots.slabs import EDGE, Cuts, Slab, Slabs, SlabSlice
 
 SIZE = 16 * EDGE
 
@@ -31,7 +31,7 @@ class Pins:
         return lambda: self.pinned.pop(address)
 
 
-def lent(slabs: Slabs, count: int) -> list[Piece]:
+def lent(slabs: Slabs, count: int) -> list[SlabSlice]:
     pieces = [slabs.take(1) for _ in range(count)]
     for piece in pieces:
         piece.slab.make()
@@ -73,7 +73,7 @@ def test_a_slab_comes_back_when_nothing_of_it_is_held() -> None:
 def test_what_is_lent_twice_is_never_lent_at_once() -> None:
     slabs = Slabs(size=SIZE)
     slabs.spare = lambda: 1 << 30
-    draw, held = np.random.default_rng(0), dict[int, Piece]()
+    draw, held = np.random.default_rng(0), dict[int, SlabSlice]()
     for number in range(300):
         if held and draw.random() < 0.5:
             del held[int(draw.choice(list(held)))]

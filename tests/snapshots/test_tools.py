@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from paper_snapshots import FINGERPRINT, PaperModel, same
+from support.paper_snapshots import FINGERPRINT, PaperModel, same
 
 from rekindle.cli.cache import list_command
 from rekindle.errors import BadConfig, BadSnapshotFile

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from paper_snapshots import FINGERPRINT, PaperModel, same
+from support.paper_snapshots import FINGERPRINT, PaperModel, same
 
 from rekindle.prompt import BoundaryKind
-from rekindle.snapshots.disk import DiskStore, Record
+from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.record import Record
 from rekindle.snapshots.types import Snapshot
 from rekindle.snapshots.writer import FIRST_PAUSE, RANK, REST, DiskWriter, Save
 

@@ -18,28 +18,28 @@ from rekindle.bench.synth import write_synthetic
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
 from rekindle.experts import CostModel, ExpertSet, RoutedFfn, RoutingCounts, SpanExperts, Way
-from rekindle.models import load_span
-from rekindle.prefix import PrefixCache
+from rekindle.layers import load_span
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Prompt
 from rekindle.stages import LocalStage, Pipeline
 from rekindle.weights import open_weights
 
 LAYERS, EXPERTS, USED = 8, 8, 2  # of the tiny model
 BRING = CostModel.same_memory()
-ON_HOST = CostModel(link=1e-9, host_call=0, host_expert=0, host_pair=0, device_pair=0)  # a link that never arrives
+ON_HOST = CostModel(pcie=1e-9, host_call=0, host_expert=0, host_pair=0, device_pair=0)  # a link that never arrives
 
 
 def cold_stage(
     tiny: Any,
     hot: Sequence[Sequence[int]],
-    ring: Sequence[int],
+    cache_slots: Sequence[int],
     cost: CostModel = BRING,
     keep: int = 0,
     **pool: int,
 ) -> LocalStage:
     """`pool`: pages and host_pages of the stage."""
     file = tiny.open()
-    plan = SpanExperts(hot, ring, RoutingCounts(LAYERS, EXPERTS), cost, keep)
+    plan = SpanExperts(hot, cache_slots, RoutingCounts(LAYERS, EXPERTS), cost, keep)
     model = load_span(file, file.spec.whole, torch.device("cpu"), torch.float32, experts=plan)
     return LocalStage(model, slots=4, kv_type="f32", **{"pages": 64, **pool})
 
@@ -115,9 +115,9 @@ def test_quantised_experts_give_the_same_bits_expanded_at_start_or_on_use(tmp_pa
     spec = file.spec
     tokens = tokens_of(24)
     logits = []
-    for hot, ring in ((range(spec.ffn.experts), 0), ([1], 2), ([], 0)):
+    for hot, cache_slots in ((range(spec.ffn.experts), 0), ([1], 2), ([], 0)):
         counts = RoutingCounts(spec.layers, spec.ffn.experts)
-        plan = SpanExperts([hot] * spec.layers, [ring] * spec.layers, counts, cost)
+        plan = SpanExperts([hot] * spec.layers, [cache_slots] * spec.layers, counts, cost)
         model = load_span(file, spec.whole, torch.device("cpu"), torch.float32, experts=plan)
         stage = LocalStage(model, slots=1, pages=4, kv_type="f32")
         stage.open(0)
@@ -136,14 +136,14 @@ def test_a_slot_holds_the_weights_of_the_expert_the_table_names(tiny: Any, cost:
         have._finish_arrival()
         for expert, slot in enumerate(have.residency.table.tolist()):
             if slot >= 0:
-                assert torch.equal(have.weights.stacks[0].values[slot], want.gate.values[expert])
-                assert torch.equal(have.weights.stacks[2].values[slot], want.down.values[expert])
+                assert torch.equal(have.weights.stacks[0].lanes.expert(slot).data, want.gate.lanes.expert(expert).data)
+                assert torch.equal(have.weights.stacks[2].lanes.expert(slot).data, want.down.lanes.expert(expert).data)
         assert have.residency.table.ge(0).sum() <= have.residency.slots
 
 
-def test_few_rows_use_the_ring_many_stream_and_a_slow_link_means_the_host(tiny: Any) -> None:
+def test_few_rows_use_the_cache_many_stream_and_a_slow_link_means_the_host(tiny: Any) -> None:
     (first, *_) = sets_of(cold_stage(tiny, [[0]] * LAYERS, [4] * LAYERS))
-    assert [first.way(rows) for rows in (1, 2, 3, 64)] == [Way.RING, Way.RING, Way.STREAM, Way.STREAM]
+    assert [first.way(rows) for rows in (1, 2, 3, 64)] == [Way.CACHE, Way.CACHE, Way.STREAM, Way.STREAM]
     (first, *_) = sets_of(cold_stage(tiny, [[0]] * LAYERS, [4] * LAYERS, ON_HOST))
     assert {first.way(rows) for rows in (1, 64)} == {Way.HOST}
 
@@ -180,7 +180,7 @@ def test_a_stage_says_which_way_its_layers_took_and_who_moved(tiny: Any) -> None
     swap_some(stage, 0, 0, 0)
     work = stage.work()
     assert (work["step:eager"], work["step:recorded"]) == (3, 0)
-    assert (work["experts:stream"], work["experts:ring"], work["experts:host"]) == (LAYERS, 2 * LAYERS, 0)
+    assert (work["experts:stream"], work["experts:cache"], work["experts:host"]) == (LAYERS, 2 * LAYERS, 0)
     assert work["swaps:"] == sum(experts.swaps for experts in sets_of(stage)) >= 1
     assert {key for key in work if key.startswith("pages:")} == {"pages:out", "pages:in", "pages:away", "pages:skipped"}
     assert Pipeline([stage]).work() == work
@@ -191,7 +191,7 @@ def test_a_stage_says_which_way_its_layers_took_and_who_moved(tiny: Any) -> None
 
 class Answers:
     def __init__(self, stage: LocalStage, **changes: Any) -> None:
-        prefixes = PrefixCache(1 << 26)
+        prefixes = PrefixCache(local_tiers(1 << 26))
         settings_ = EngineSettings(**{"context": 1024, "grid": 64, "queue": 64, **changes})
         self.engine = Engine(Pipeline([stage]), prefixes, settings_).start()
 
@@ -268,7 +268,7 @@ def test_a_restored_prefix_runs_only_the_suffix_with_cold_experts(tiny: Any) -> 
     assert rows[0] > 8
 
 
-def test_thirty_two_requests_against_a_tiny_pool_and_a_tiny_ring_are_answered(tiny: Any) -> None:
+def test_thirty_two_requests_against_a_tiny_pool_and_a_tiny_cache_are_answered(tiny: Any) -> None:
     lengths = np.random.default_rng(3).integers(3, 60, 32)
     lengths[::4] *= 8  # some outgrow the pool by themselves
     prompts = [tokens_of(int(count), seed=100 + i) for i, count in enumerate(lengths)]

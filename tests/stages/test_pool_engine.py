@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
+from support.answers import Answer
 
 from rekindle.engine.engine import Engine, EngineSettings
-from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
+from rekindle.engine.types import Finished
 from rekindle.errors import PromptTooLong
-from rekindle.prefix import PrefixCache
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
 from rekindle.spec import Span
 from rekindle.stages import LocalStage, Pipeline
@@ -21,33 +21,13 @@ LENGTHS = [int(n) for n in RNG.integers(5, 700, 32)]
 PROMPTS = [tuple(RNG.integers(0, 320, n).tolist()) for n in LENGTHS]
 
 
-class Answer:
-    def __init__(self, engine: Engine, prompt: Prompt, number: int, count: int) -> None:
-        self.events: list[Event] = []
-        self._done = threading.Event()
-        sampling = Sampling(temperature=0)
-        engine.submit(
-            Request(str(number), prompt, sampling, max_tokens=count, stop_tokens=frozenset(), sink=self._take)
-        )
-
-    def _take(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, Finished | Failed):
-            self._done.set()
-
-    def tokens(self) -> list[int]:
-        assert self._done.wait(120), f"no end: {self.events[-2:]}"
-        assert isinstance(self.events[-1], Finished), self.events[-1]
-        return [event.token for event in self.events if isinstance(event, Token)]
-
-
 def make_engine(stages: list[LocalStage], ram: int = 0, context: int = 2048, grid: int = 128) -> Engine:
-    return Engine(Pipeline(stages), PrefixCache(ram), EngineSettings(context=context, grid=grid)).start()
+    return Engine(Pipeline(stages), PrefixCache(local_tiers(ram)), EngineSettings(context=context, grid=grid)).start()
 
 
 def answers(engine: Engine, prompts: list[Prompt], count: int = 10) -> list[list[int]]:
-    asked = [Answer(engine, prompt, i, count) for i, prompt in enumerate(prompts)]
-    return [answer.tokens() for answer in asked]
+    asked = [Answer(engine, prompt, max_tokens=count, patience=120) for prompt in prompts]
+    return [answer.tokens for answer in asked if answer.finished]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +69,7 @@ def test_hits_in_a_tiny_pool_change_no_answer(make_tiny: Any, alone: list[list[i
 def test_a_prompt_longer_than_pool_and_host_is_refused_with_both_numbers(make_tiny: Any) -> None:
     engine = make_engine([make_tiny("dense").stage(slots=1, pages=7, host_pages=3)])
     with pytest.raises(PromptTooLong, match="700 tokens, the KV pool holds 640"):
-        Answer(engine, Prompt((1,) * 700), 0, 4)
+        Answer(engine, Prompt((1,) * 700), max_tokens=4)
     assert len(answers(engine, [Prompt((1,) * 600)], count=30)[0]) == 30
     engine.stop()
 
@@ -110,11 +90,10 @@ def test_only_a_request_that_left_out_pages_says_so_whoever_runs_beside_it(
 ) -> None:
     tiny = make_tiny("dense")
     engine = make_engine([tiny.stage(span, slots=2, pages=9, host_pages=60, kv_mode="sparse") for span in spans])
-    asked = [Answer(engine, Prompt((PROMPTS[0] * 200)[:length]), length, 30) for length in (1200, 40)]
+    asked = [Answer(engine, Prompt((PROMPTS[0] * 200)[:length]), max_tokens=30, patience=120) for length in (1200, 40)]
     said = []
     for answer in asked:
-        answer.tokens()
-        end = answer.events[-1]
+        end = answer.finished
         assert isinstance(end, Finished)
         said.append(end.cache.sparse)
     engine.stop()

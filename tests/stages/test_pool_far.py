@@ -12,8 +12,8 @@ import torch
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.kernels.paging import fetch_pages
-from rekindle.pool import pages as pool_pages
-from rekindle.pool.homes import Homes
+from rekindle.pool import page_memory
+from rekindle.pool.page_addresses import PageAddresses
 from rekindle.snapshots.types import Page
 from rekindle.spec import PAGE
 from rekindle.stages import LocalStage
@@ -25,7 +25,7 @@ class Reruns:
     def __init__(self) -> None:
         self.replayed = 0
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Any, warm: Any = None) -> Any:
         step()
 
         def replay() -> None:
@@ -43,7 +43,8 @@ def far(make_tiny: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(**options: Any) -> tuple[LocalStage, Reruns]:
         record = Reruns()
         stage: LocalStage = make_tiny("dense").stage(**{"slots": 2, "record": record, **options})
-        stage.pool.homes = Homes(stage.pool.kv, stage.pool.total)
+        for pool in (group.pool for group in stage._paged.groups):  # in sparse mode one per layer
+            pool.addresses = PageAddresses(pool.kv, pool.total)
         return stage, record
 
     return make
@@ -129,7 +130,7 @@ def test_two_that_choose_more_than_the_pool_holds_read_the_rest_where_it_lies(fa
     stage.check()
 
 
-class LateReturns:
+class LatePageIns:
     """Pages that come back arrive as late as they may: when their layer waits for them, or somebody for all."""
 
     def __init__(self, layers: int, by_layer: bool = True) -> None:
@@ -173,10 +174,10 @@ class LateReturns:
 def test_every_layer_waits_for_its_own_pages_on_their_way_back(far: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"pages": 8, "host_pages": 200, "kv_mode": "sparse"}
     (stage, record), (plain, _) = far(**options), far(**options)
-    late = LateReturns(len(stage.pool.kv))
-    stage.pool.returns = late
+    late = LatePageIns(len(stage.pool.kv))
+    stage.pool.page_ins = late
     plain_logits = feed(plain, 0, 0, 1300, 128) + feed(plain, 0, 1300, 1480, 1)
-    monkeypatch.setattr(pool_pages, "fetch_pages", late.fetch)
+    monkeypatch.setattr(page_memory, "fetch_pages", late.fetch)
     assert same(feed(stage, 0, 0, 1300, 128) + feed(stage, 0, 1300, 1480, 1), plain_logits)
     assert record.replayed == 180
     assert stage.paging() == plain.paging()
@@ -189,8 +190,8 @@ def test_every_layer_waits_for_its_own_pages_on_their_way_back(far: Any, monkeyp
 
 def test_where_layers_cannot_wait_for_their_pages_no_step_does(far: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, record = far(pages=8, host_pages=200, kv_mode="sparse")
-    stage.pool.returns = late = LateReturns(len(stage.pool.kv), by_layer=False)
-    monkeypatch.setattr(pool_pages, "fetch_pages", late.fetch)
+    stage.pool.page_ins = late = LatePageIns(len(stage.pool.kv), by_layer=False)
+    monkeypatch.setattr(page_memory, "fetch_pages", late.fetch)
     feed(stage, 0, 0, 1300, 128)
     feed(stage, 0, 1300, 1380, 1)
     assert record.replayed == 80
@@ -201,12 +202,12 @@ def test_a_sequence_closed_while_its_pages_are_under_way_waits_for_them(
     far: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage, _ = far(pages=8, host_pages=200)
-    stage.pool.returns = late = LateReturns(len(stage.pool.kv))
-    monkeypatch.setattr(pool_pages, "fetch_pages", late.fetch)
+    stage.pool.page_ins = late = LatePageIns(len(stage.pool.kv))
+    monkeypatch.setattr(page_memory, "fetch_pages", late.fetch)
     feed(stage, 0, 0, 384, 128)
     feed(stage, 1, 0, 384, 128)
     stage.close(1)
-    stage.pool.bring_back(stage._tables[0])
+    stage.pool.page_in(stage._tables[0])
     assert late.under_way, "what a forward that fails here would leave"
     stage.close(0)
     assert not late.under_way

@@ -9,13 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from rekindle.batch import DRAWN, Batch, Segment, Wanted
-from rekindle.models.state import DeltaState
-from rekindle.pool import Seat
+from rekindle.batch import PENDING, Batch, Segment, Wanted
+from rekindle.pool import SegmentPages
 from rekindle.spec import PAGE, Span
 from rekindle.stages import LocalStage
-from rekindle.stages.layout import Form, Layout, round_up
-from rekindle.stages.types import Ahead
+from rekindle.stages.layout import (
+    LONGEST_CHUNK,
+    GraphShape,
+    Layout,
+    chunk_shape,
+    recorded_shapes,
+    round_up,
+    round_width,
+)
+from rekindle.stages.types import PendingTokens
 
 TOKENS = np.random.default_rng(9).integers(0, 320, 2048).tolist()
 CPU = torch.device("cpu")
@@ -28,9 +35,9 @@ class Reruns:
         self.recorded = 0
         self.replayed = 0
 
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, step: Callable[[], None], warm: Callable[[], None] | None = None) -> Callable[[], None]:
         self.recorded += 1
-        step()
+        (warm or step)()
 
         def replay() -> None:
             self.replayed += 1
@@ -62,8 +69,7 @@ def row(slot: int, position: int) -> Segment:
 
 
 def states(stage: LocalStage, slot: int) -> list[torch.Tensor]:
-    deltas = [state for state in stage._states.values() if isinstance(state, DeltaState)]
-    return [tensor[slot] for state in deltas for tensor in (state.states, state.windows)]
+    return [tensor for state in stage._state.layers.values() for tensor in state.cleared(slot)]
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -150,19 +156,21 @@ def test_a_recorded_block_gone_back_into_anywhere_is_a_plain_one(make_tiny: Any,
         assert torch.equal(run(stage, row(0, after)), run(plain, row(0, after)))
 
 
-def test_sparse_blocks_over_page_edges_are_recorded_and_rewound_as_plain_ones(make_tiny: Any) -> None:
+def test_sparse_blocks_are_recorded_but_over_page_edges_and_rewound_as_plain_ones(make_tiny: Any) -> None:
     stage, plain, record = pair(make_tiny, pages=8, host_pages=200, kv_mode="sparse", rewind_rows=16)
     for s in (stage, plain):
         prefill(s, 0, 1300)
-    at, blocks = 1300, 0
+    at, inside = 1300, 0
     for keep in (16, 3, 16, 7, 16, 16, 1, 16, 16, 5, 16):
         block = Segment(0, at, tuple(TOKENS[at : at + 16]), Wanted.ALL)
         assert torch.equal(*(run(s, block, rewindable=True) for s in (stage, plain)))
-        at, blocks = at + keep, blocks + 1
+        inside += at // PAGE == (at + 15) // PAGE
+        at += keep
         for s in (stage, plain):
             s.rewind(0, at)
         assert same(states(stage, 0), states(plain, 0))
-    assert record.replayed == blocks + sum(keep < 16 for keep in (3, 7, 1, 5)), "blocks, and going back into them"
+    assert 0 < inside < 11
+    assert record.replayed == inside + sum(keep < 16 for keep in (3, 7, 1, 5)), "blocks, and going back into them"
     assert at // PAGE == 1300 // PAGE + 2, "two edges"
     assert torch.equal(run(stage, row(0, at)), run(plain, row(0, at)))
 
@@ -221,14 +229,14 @@ def test_tokens_drawn_ahead_enter_a_recorded_step(make_tiny: Any) -> None:
         for s in (stage, plain):
             s.open(0)
             s.open(1)
-        ahead = Batch(tuple(Segment(slot, 0, (DRAWN,), Wanted.LAST) for slot in (0, 1)))
+        ahead = Batch(tuple(Segment(slot, 0, (PENDING,), Wanted.LAST) for slot in (0, 1)))
         told = Batch(tuple(Segment(slot, 0, (tokens[slot],), Wanted.LAST) for slot in (0, 1)))
         expected = plain.forward(told, None).logits
         assert expected is not None
         for s in (stage, plain):
             s.open(0)
             s.open(1)
-            logits = s.forward(ahead, None, Ahead(torch.tensor(drawn), rows, sources)).logits
+            logits = s.forward(ahead, None, PendingTokens(torch.tensor(drawn), rows, sources)).logits
             assert logits is not None
             assert torch.equal(logits, expected)
 
@@ -236,13 +244,14 @@ def test_tokens_drawn_ahead_enter_a_recorded_step(make_tiny: Any) -> None:
 def test_a_layout_lists_the_attended_pages_and_counts_rows_by_them() -> None:
     # 10 pages, of which 4 are attended, and the open one; rows [650, 653) are verified in a step of four
     batch = Batch((Segment(2, 650, (5, 6, 7), Wanted.ALL),), rewindable=True)
-    seat = Seat(np.array([3, 1, 4, 0, 9], dtype=np.int32), skipped=6, noted=1, table=2)
-    form = Form.of(batch, [seat])
+    places = np.array([[3, 1, 4, 0, 9], [4, 2, 0, 5, 9]], dtype=np.int32)  # two groups of layers, each with its choice
+    its_pages = SegmentPages(places, skipped=6, noted=1, table=2)
+    form = GraphShape.of(batch, [its_pages])
     padded = form.padded()
-    assert form == Form((3,), 3, 5, True, True)
-    assert padded == Form((4, 0), 4, 16, True, True)
+    assert form == GraphShape((3,), 3, 5, True, True, groups=2)
+    assert padded == GraphShape((4, 0), 4, 16, True, True, groups=2)
     layout = Layout(padded, CPU, scratch_slot=8, scratch_page=99)
-    layout.fill(batch, [seat], torch.full((padded.size,), -7, dtype=torch.int32))
+    layout.fill(batch, [its_pages], torch.full((padded.size,), -7, dtype=torch.int32))
     ragged = layout.ragged
     assert layout.tokens.tolist() == [5, 6, 7, 0]
     assert ragged.starts.tolist() == [0, 3, 4]
@@ -250,15 +259,177 @@ def test_a_layout_lists_the_attended_pages_and_counts_rows_by_them() -> None:
     assert ragged.row_positions.tolist() == [650, 651, 652, 0]
     assert ragged.row_places.tolist() == [266, 267, 268, 0], "the fifth page of the table holds places 256 to 319"
     assert ragged.row_segments.tolist() == [0, 0, 0, 1]
-    assert ragged.tables[0, :5].tolist() == [3, 1, 4, 0, 9]
-    assert int(ragged.tables[1, 0]) == 99
+    for group, its_places in enumerate(places.tolist()):
+        assert ragged.of_group(group).tables[0, :5].tolist() == its_places
+        assert int(ragged.of_group(group).tables[1, 0]) == 99
     assert ragged.noted is not None
     assert ragged.noted.tolist() == [[1, 0], [2, 8]]
 
 
 def test_prefill_and_blocks_of_several_sequences_are_not_recorded() -> None:
-    seats = [Seat(np.zeros(1, dtype=np.int32), 0, None, i) for i in range(2)]
+    both = [SegmentPages(np.zeros((1, 1), dtype=np.int32), 0, None, i) for i in range(2)]
     chunk, single = Segment(0, 0, (1, 2, 3)), Segment(1, 5, (4,))
-    assert Form.of(Batch((chunk,)), seats[:1]).padded() is None
-    assert Form.of(Batch((chunk, single)), seats).padded() is None
-    assert Form.of(Batch((chunk, single), rewindable=True), seats).padded() is None
+    assert GraphShape.of(Batch((chunk,)), both[:1]).padded() is None
+    assert GraphShape.of(Batch((chunk, single)), both).padded() is None
+    assert GraphShape.of(Batch((chunk, single), rewindable=True), both).padded() is None
+
+
+def test_the_first_step_of_its_kind_runs_through_all_layers_before_it_is_recorded(make_tiny: Any) -> None:
+    """Memory that a layer makes when it first runs is not made while a step is recorded."""
+    warmed: list[int] = []
+    stage = make_tiny("dense").stage(slots=3, pages=32, table_width=32, record=lambda step, warm: (warm(), step)[1])
+    run_layers = type(stage.model).run
+
+    def noting(model: Any, x: Any, rows: Any, states: Any, layers: Any = None, taps: Any = ()) -> Any:
+        warmed.append(len(model.layers if layers is None else layers))
+        return run_layers(model, x, rows, states, layers, taps)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(stage.model), "run", noting)
+        stage.record_steps(64)
+    whole, unlike = len(stage.model.layers), len(stage.model.unlike_layers)
+    assert unlike < whole
+    assert warmed.count(whole) == 2, "decode rows and chunks"
+    assert set(warmed) == {whole, unlike}
+
+
+# Chunks
+
+
+def chunk(slot: int, start: int, stop: int, wanted: Wanted = Wanted.LAST) -> Segment:
+    return Segment(slot, start, tuple(TOKENS[start:stop]), wanted)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 7, 8, 63, 64, 65, 95, 100, 191, 500, 512])
+def test_a_recorded_chunk_leaves_the_state_of_a_plain_one(make_tiny: Any, rows: int) -> None:
+    stage, plain, record = pair(make_tiny, table_width=32)
+    for position in (0, rows):  # at the beginning, and behind itself
+        segment = chunk(1, position, position + rows)
+        torch.testing.assert_close(run(stage, segment), run(plain, segment), atol=1e-4, rtol=1e-4)
+    assert record.replayed == 2
+    for ours, theirs in zip(states(stage, 1), states(plain, 1), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    step = row(1, 2 * rows)
+    torch.testing.assert_close(run(stage, step), run(plain, step), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [3, 63, 70, 97, 300])
+def test_padding_of_a_chunk_touches_no_slot_and_no_page(make_tiny: Any, rows: int) -> None:
+    stage, _, record = pair(make_tiny, table_width=32)
+    for slot in (0, 2):
+        prefill(stage, slot, 70)
+    stage.pool.kv[0].zero_()
+    before = [tensor.clone() for slot in (0, 2) for tensor in states(stage, slot)]
+    run(stage, chunk(1, 0, rows))
+    assert record.replayed == 3
+    assert same(before, [*states(stage, 0), *states(stage, 2)])
+    written = stage.pool.kv[0][: stage.pool.scratch_page].abs().sum((1, 3, 4)).nonzero().tolist()
+    places = [page.place for page in stage._tables[1].pages]
+    assert sorted(written) == sorted([places[i // PAGE], i % PAGE] for i in range(rows)), "page, and row inside it"
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_recorded_chunk_behind_a_restore_has_the_bits_of_the_run_that_went_on(make_tiny: Any, kind: str) -> None:
+    stage = make_tiny(kind).stage(slots=3, pages=32, record=Reruns(), table_width=32)
+    run(stage, chunk(0, 0, 150))
+    parts = stage.capture(0)
+    straight = run(stage, chunk(0, 150, 250))
+    run(stage, chunk(2, 0, 333))  # somebody else runs in between, and leaves other padding behind
+    stage.restore(1, 150, parts)
+    assert torch.equal(run(stage, chunk(1, 150, 250)), straight)
+    assert same(states(stage, 0), states(stage, 1))
+    cold = make_tiny(kind).stage(slots=3, pages=32, record=Reruns(), table_width=32)
+    run(cold, chunk(2, 0, 150))
+    assert torch.equal(run(cold, chunk(2, 150, 250)), straight)
+
+
+@pytest.mark.parametrize("wanted", [Wanted.NONE, Wanted.ALL, Wanted.SCORED])
+def test_a_recorded_chunk_gives_the_rows_that_are_wanted(make_tiny: Any, wanted: Wanted) -> None:
+    stage, plain, record = pair(make_tiny, table_width=32)
+    ours, theirs = (s.forward(Batch((chunk(0, 0, 50, wanted),)), None) for s in (stage, plain))
+    assert record.replayed == 1
+    for a, b in ((ours.logits, theirs.logits), (ours.scores, theirs.scores)):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_later_stages_take_chunks_into_recorded_steps_and_hand_on_what_no_later_step_touches(make_tiny: Any) -> None:
+    tiny = make_tiny("dense")
+    options = {"record": Reruns(), "table_width": 32}
+    front, back = tiny.stage(Span(0, 3), **options), tiny.stage(Span(3, 8), **options)
+    first, second = (Batch((chunk(slot, 0, 100),)) for slot in (0, 1))
+    hidden = front.forward(first, None).hidden
+    assert hidden is not None
+    kept = hidden.clone()
+    front.forward(Batch((Segment(1, 0, tuple(TOKENS[500:600]), Wanted.LAST),)), None)
+    assert torch.equal(hidden, kept)
+    whole = tiny.stage(**options)
+    assert torch.equal(back.forward(first, hidden).logits, whole.forward(second, None).logits)
+
+
+def test_what_requests_need_is_recorded_before_they_come(make_tiny: Any) -> None:
+    stage, _, record = pair(make_tiny, table_width=40, pages=64)
+    prefill(stage, 1, 70)
+    before = [tensor.clone() for tensor in states(stage, 1)]
+    recorded, count = record.recorded, stage.record_steps(512)
+    assert count == record.recorded == len(recorded_shapes(3, 40, 512)) > recorded
+    assert same(before, states(stage, 1)), "over padding alone"
+    stage.close(1)
+    for rows in (1, 2, 40, 511):
+        stage.open(0)
+        run(stage, chunk(0, 0, rows))
+    for step in range(2 * PAGE):  # over page edges, with others beside it
+        run(stage, row(0, 511 + step), *(row(slot, step) for slot in (1, 2)))
+    stage.open(0)
+    for at in range(0, 1900, 380):  # a long one, whose table takes every width
+        run(stage, chunk(0, at, at + 380))
+    run(stage, row(0, 1900))
+    assert record.recorded == count, "nothing is recorded amid requests"
+
+
+def test_chunks_that_memory_does_not_suffice_to_record_run_unrecorded(
+    make_tiny: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage, plain, record = pair(make_tiny, table_width=32)
+    made = stage._recording.steps._make  # type: ignore[union-attr]
+
+    def short_of_memory(form: GraphShape, taps: tuple[int, ...]) -> Any:
+        if form.is_chunk and form.rows > 64:
+            raise torch.cuda.OutOfMemoryError("no room")
+        return made(form, taps)
+
+    stage._recording.steps._make = short_of_memory  # type: ignore[method-assign, union-attr]
+    count = stage.record_steps(512)
+    assert 0 < count == record.recorded < len(recorded_shapes(3, 32, 512))
+    assert "chunks of 128 rows and more are not recorded, and start slower: no room" in caplog.text
+    for start, stop in ((0, 60), (60, 160)):  # one that is recorded, one that is not
+        segment = chunk(1, start, stop)
+        torch.testing.assert_close(run(stage, segment), run(plain, segment), atol=1e-4, rtol=1e-4)
+    assert record.replayed == 1
+
+
+def test_only_what_is_short_known_and_near_is_a_recorded_chunk() -> None:
+    def form(rows: int, width: int, **changes: bool) -> GraphShape:
+        return GraphShape((rows,), rows, width, **{"rewindable": False, "notes": False, **changes})
+
+    assert form(70, 3).padded(640) == chunk_shape(128, 640)
+    assert form(LONGEST_CHUNK, 640).padded(640) == chunk_shape(LONGEST_CHUNK, 640)
+    assert form(LONGEST_CHUNK + 1, 640).padded(640) is None
+    assert form(70, 641).padded(640) is None
+    assert form(70, 3).padded() is None
+    for change in ("notes", "far", "coming"):
+        assert form(70, 3, **{change: True}).padded(640) is None
+    assert [round_width(pages, 640) for pages in (1, 16, 17, 65, 257, 640, 641)] == [16, 16, 64, 640, 640, 640, 1024]
+    assert [round_width(pages, 640, 8) for pages in (1, 16, 17)] == [16, 16, 640]
+    assert [round_width(pages, 640, 12) for pages in (1, 16, 17)] == [640, 640, 640]
+
+
+@pytest.mark.parametrize(("slots", "widest", "chunk"), [(1, 1, 64), (3, 40, 512), (16, 640, 2048), (32, 4096, 100)])
+def test_every_step_that_can_come_is_among_those_recorded_ahead(slots: int, widest: int, chunk: int) -> None:
+    ahead = set(recorded_shapes(slots, widest, chunk))
+    for pages in {1, min(17, widest), min(65, widest), widest}:
+        for rows in range(1, slots + 1):
+            assert GraphShape((1,) * rows, rows, pages, False, False).padded(widest) in ahead
+        for rows in (2, 3, chunk // 2 + 1, chunk):
+            assert GraphShape((rows,), rows, pages, False, False).padded(widest) in ahead

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import torch
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.engine.sampler import logprobs_of
 from rekindle.engine.types import TokenLogprob
-from rekindle.models.model import ModelSpan
+from rekindle.layers import load_span
+from rekindle.layers.span import ModelSpan
 from rekindle.stages import LocalStage
+from rekindle.stages.portions import portions_of
 from rekindle.stages.scores import LEFT_BY_LAYERS, LOGIT_BYTES
 
 TOKENS = tuple(np.random.default_rng(11).integers(0, 320, 200).tolist())
@@ -58,7 +61,7 @@ def test_a_batch_that_runs_in_turns_tells_everyone_as_many_as_they_asked_for(mak
     told = []
     for pool in ({"pages": 6, "host_pages": 60}, {"pages": 64}):
         stage = make_tiny("dense").stage(slots=3, **pool)
-        assert (len(stage._portions(Batch(tuple(asked)))) > 1) == ("host_pages" in pool)
+        assert (len(portions_of(Batch(tuple(asked)), stage._paged)) > 1) == ("host_pages" in pool)
         scores = stage.forward(Batch(tuple(asked)), None).scores
         parts = zip(asked, scores.split(129), strict=True)
         told.append([logprobs_of(part, segment.tokens[1:], segment.top) for segment, part in parts])
@@ -85,3 +88,25 @@ def test_no_more_logits_are_there_at_once_than_fit_where_the_layers_were(
     assert sum(passed) == 89 + 39 + 3, "every row once, in pieces; the whole rows last"
     assert passed[-1] == 3
     assert len(passed) > 3
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_rows_of_the_head_without_a_token_are_in_no_logits_and_in_no_scores(
+    recorded: bool, make_tiny: Any, only_torch: None
+) -> None:
+    """They have the highest logits of all, as random rows of a real file may."""
+    file = make_tiny("dense").open()
+    model = load_span(file, file.spec.whole, torch.device("cpu"), torch.float32)
+    assert model.head is not None
+    model.head.matrix.values[300:] = 100 * model.head.matrix.values[:20]
+    whole = LocalStage(model, 1, 4, "f32").forward(Batch((Segment(0, 0, TOKENS[:9], Wanted.ALL),)), None).logits
+    assert whole is not None
+    assert (whole.argmax(-1) >= 300).any(), "else this test says nothing"
+    padded = replace(model, spec=replace(model.spec, tokens=300))
+    stage = LocalStage(padded, 2, 8, "f32", record=(lambda step, warm=None: step) if recorded else None)
+    few = [token % 300 for token in TOKENS[:40]]
+    output = stage.forward(Batch((Segment(1, 0, tuple(few), Wanted.SCORED, top=5),)), None)
+    step = stage.forward(Batch((Segment(1, 40, (7,), Wanted.LAST),)), None)
+    assert output.logits is not None and output.scores is not None and step.logits is not None
+    assert output.logits.shape[1] == step.logits.shape[1] == 300
+    assert max(max(row) for row in likeliest(logprobs_of(output.scores, few[1:], 5), 0)) < 300

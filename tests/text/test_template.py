@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -284,20 +283,6 @@ def test_a_template_without_special_tokens_still_has_an_end(golden: Tokenizer) -
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", golden)
     prompt = template.render([{"role": "user", "content": "<|im_start|>x"}])
     assert [b.kind.value for b in prompt.boundaries] == ["end"]
-
-
-def test_lattice_lies_at_absolute_multiples_inside_long_messages(
-    golden_metadata: dict[str, Any], golden: Tokenizer
-) -> None:
-    template = ChatTemplate.from_gguf(golden_metadata, golden, lattice=32)
-    long = {"role": "user", "content": "x1" * 50}  # x and 1 never merge: 100 tokens
-    prompt = template.render([AGENT[1], {"role": "assistant", "content": "ok"}, long])
-    points = [b.position for b in prompt.boundaries if b.kind is BoundaryKind.LATTICE]
-    edges = [0, *(b.position for b in prompt.boundaries if b.kind in (BoundaryKind.MESSAGE, BoundaryKind.END))]
-    inside = [(a, b) for a, b in pairwise(edges) if b - a > 32]
-    assert len(inside) == 1
-    assert points == [p for p in range(0, len(prompt.tokens), 32) if inside[0][0] < p < inside[0][1]]
-    assert len(points) >= 3
 
 
 def test_marks_lie_where_the_client_put_them(golden: Tokenizer, qwen: ChatTemplate) -> None:

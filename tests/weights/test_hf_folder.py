@@ -29,7 +29,6 @@ from transformers import (
 )
 
 from rekindle.errors import BadModelFile
-from rekindle.spec import Mixer
 from rekindle.weights import WeightFile, open_weights
 
 KEY_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6
@@ -100,7 +99,7 @@ def edit_tensors(folder: Path, change: Any) -> None:
 def test_spec_of_a_hybrid_folder(tmp_path: Path) -> None:
     spec = saved(dense_model(), tmp_path).spec
     assert (spec.architecture, spec.hidden, spec.vocab, spec.context, spec.tied) == ("qwen35", 16, 40, 512, False)
-    assert spec.mixers == (Mixer.DELTA, Mixer.DELTA, Mixer.DELTA, Mixer.ATTENTION)
+    assert [mixer.kind for mixer in spec.mixers] == ["delta", "delta", "delta", "attention"]
     assert (spec.attention.heads, spec.attention.kv_heads, spec.attention.head_dim) == (4, 2, 16)
     assert (spec.attention.rope_dim, spec.attention.rope_theta) == (4, 1e7)
     assert (spec.attention.qk_norm, spec.attention.gated) == (True, True)
@@ -150,7 +149,7 @@ def test_value_heads_go_from_grouped_to_tiled_order_everywhere(ratio: int, tmp_p
             )
 
 
-def test_plain_matrices_are_views_of_the_file(tmp_path: Path) -> None:
+def test_plain_matrices_are_as_the_checkpoint_has_them(tmp_path: Path) -> None:
     model = dense_model()
     file, truth = saved(model, tmp_path), state(model)
     for ours, theirs in {
@@ -161,7 +160,6 @@ def test_plain_matrices_are_views_of_the_file(tmp_path: Path) -> None:
         "blk.3.attn_output.weight": "model.layers.3.self_attn.o_proj.weight",
     }.items():
         np.testing.assert_array_equal(file.values(ours), truth[theirs])
-        assert np.shares_memory(file.raw(ours), file.raw(ours))
         assert file.raw(ours).shape[0] == file.tensors[ours].shape[0]
 
 
@@ -225,7 +223,7 @@ def test_a_model_with_vision_opens_as_its_text_model(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         file.values("blk.0.ffn_up.weight"), truth["model.language_model.layers.0.mlp.up_proj.weight"]
     )
-    assert file.spec.mixers[3] is Mixer.ATTENTION
+    assert file.spec.mixers[3].kind == "attention"
 
 
 def test_next_token_blocks_are_counted_and_left_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from rekindle.weights import TensorInfo, open_weights
 from rekindle.weights.describe import describe
 from rekindle.weights.fingerprint import SAMPLE, fingerprint
 from rekindle.weights.gguf_header import read_part
+from rekindle.weights.source import SourceFile
 from rekindle.weights.stored import Stored
+
+MakeStored = Callable[..., Stored]
 
 
 @pytest.fixture
@@ -22,8 +26,14 @@ def spec(golden: Path) -> ModelSpec:
     return open_weights(golden / "tiny-qwen35-Q4_K_M.gguf").spec
 
 
-def stored(content: np.ndarray, name: str = "a", type: str = "Q8_0") -> Stored:
-    return Stored(TensorInfo(name, (1, content.size), type, content.size), content.reshape(1, -1))
+@pytest.fixture
+def stored(tmp_path: Path) -> MakeStored:
+    def make(content: np.ndarray, name: str = "a", type: str = "Q8_0") -> Stored:
+        path = tmp_path / f"{name} {len(list(tmp_path.iterdir()))}"
+        path.write_bytes(content.tobytes())
+        return Stored(TensorInfo(name, (1, content.size), type, content.size), SourceFile(path), 0)
+
+    return make
 
 
 def test_a_copy_under_another_name_is_the_same_model(golden: Path, tmp_path: Path) -> None:
@@ -32,10 +42,11 @@ def test_a_copy_under_another_name_is_the_same_model(golden: Path, tmp_path: Pat
     assert open_weights(path).fingerprint() == open_weights(copy).fingerprint()
 
 
-def test_the_display_name_does_not_count_but_hyperparameters_do(spec: ModelSpec) -> None:
+def test_the_display_name_does_not_count_but_hyperparameters_do(spec: ModelSpec, stored: MakeStored) -> None:
     tensors = [stored(np.zeros(10, np.uint8))]
     assert fingerprint(spec, tensors) == fingerprint(replace(spec, name="other"), tensors)
     assert fingerprint(spec, tensors) != fingerprint(replace(spec, eps=1e-5), tensors)
+    assert fingerprint(spec, tensors) == fingerprint(replace(spec, tokens=7), tensors), "which changes no state"
 
 
 def test_one_changed_byte_of_a_file_changes_it(golden: Path, tmp_path: Path) -> None:
@@ -48,7 +59,7 @@ def test_one_changed_byte_of_a_file_changes_it(golden: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("at", [0, SAMPLE - 1, 5 * SAMPLE, 10 * SAMPLE - 1])
-def test_start_middle_and_end_of_a_large_tensor_count(at: int, spec: ModelSpec) -> None:
+def test_start_middle_and_end_of_a_large_tensor_count(at: int, spec: ModelSpec, stored: MakeStored) -> None:
     before = np.zeros(10 * SAMPLE, np.uint8)
     after = before.copy()
     after[at] = 1
@@ -56,14 +67,14 @@ def test_start_middle_and_end_of_a_large_tensor_count(at: int, spec: ModelSpec) 
 
 
 @pytest.mark.parametrize("at", [0, SAMPLE, 2 * SAMPLE + 7, 3 * SAMPLE - 1])
-def test_every_byte_of_a_small_tensor_counts(at: int, spec: ModelSpec) -> None:
+def test_every_byte_of_a_small_tensor_counts(at: int, spec: ModelSpec, stored: MakeStored) -> None:
     before = np.zeros(3 * SAMPLE, np.uint8)
     after = before.copy()
     after[at] = 1
     assert fingerprint(spec, [stored(before)]) != fingerprint(spec, [stored(after)])
 
 
-def test_names_types_and_number_of_tensors_count_but_their_order_does_not(spec: ModelSpec) -> None:
+def test_names_types_and_number_of_tensors_count_but_their_order_does_not(spec: ModelSpec, stored: MakeStored) -> None:
     content = np.zeros(10, np.uint8)
     a, b = stored(content, "a"), stored(content, "b")
     assert fingerprint(spec, [a, b]) == fingerprint(spec, [b, a])

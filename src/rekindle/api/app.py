@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any
 
 from anyio import to_thread
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,145 +19,188 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from rekindle.api.answers import Answerer
-from rekindle.api.dialects import Chat, Completion, Dialect
-from rekindle.api.doors import CountingDoor, ErrorDoor, KeyDoor, read_body
-from rekindle.api.errors import UnknownModel, fault_of
-from rekindle.api.generation import Choice, Generation, make_order
+from rekindle.api.bodies import BodyReader
+from rekindle.api.dialects import DIALECTS, error_response
+from rekindle.api.dialects.base import Dialect, N, T
+from rekindle.api.errors import Forbidden
+from rekindle.api.generation import Generation
 from rekindle.api.history import History
+from rekindle.api.keys import Client
+from rekindle.api.limits import Meters
 from rekindle.api.metrics import Metrics
-from rekindle.api.ports import EnginePort, TextPort
-from rekindle.api.schema import ChatBody, CompletionBody, GenerationBody, parse
-from rekindle.api.settings import Settings
+from rekindle.api.middleware import AuthMiddleware, CountingMiddleware, ErrorMiddleware, HostMiddleware
+from rekindle.api.model_host import ModelHost
+from rekindle.api.params import make_params
+from rekindle.api.request import Conversation
+from rekindle.api.request_log import Listener, write_line
+from rekindle.api.rules import is_constrained, rules_of
+from rekindle.api.served import ServedModel
+from rekindle.api.settings import Guard
 from rekindle.api.sse import EventStream, unless_client_leaves
-from rekindle.prompt import Prompt
+from rekindle.api.utilities import Utilities
 
-B = TypeVar("B", bound=GenerationBody)
+OPEN_PATHS = ("/", "/health", "/ready")  # need no key
 
-# The page holds its own style and script and talks to nobody but this server.
+# The page holds its own style and script and connects to this server only.
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
 
 
-def create_app(engine: EnginePort, text: TextPort, settings: Settings) -> Starlette:
-    metrics = Metrics(engine)
-    routes = Routes(engine, text, settings, metrics).table()
-    doors = [Middleware(CountingDoor, metrics=metrics, routes=frozenset(route.path for route in routes))]
-    if settings.allowed_origins:
-        doors.append(
+def create_app(
+    models: ModelHost,
+    guard: Guard,
+    dialects: Sequence[Dialect[Any]] = DIALECTS,
+    listeners: Sequence[Listener] = (write_line,),
+) -> Starlette:
+    """listeners: told of every POST when it has ended."""
+    metrics = Metrics(models)
+    routes = Routes(models, guard, metrics).table(dialects)
+    paths = frozenset(route.path for route in routes)
+    around = [Middleware(CountingMiddleware, metrics=metrics, routes=paths, listeners=listeners)]
+    if guard.origins:
+        around.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=list(settings.allowed_origins),
+                allow_origins=list(guard.origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
             )
         )
-    doors.append(Middleware(ErrorDoor))
-    if settings.api_key is not None:
-        doors.append(Middleware(KeyDoor, api_key=settings.api_key))
-    return Starlette(routes=routes, middleware=doors, exception_handlers={HTTPException: _http_error})
+    around.append(Middleware(ErrorMiddleware, dialects=dialects))
+    hosts, origins = (frozenset(map(str.lower, names)) for names in (guard.hosts, guard.origins))
+    around.append(Middleware(HostMiddleware, hosts=hosts, origins=origins))
+    around.append(Middleware(AuthMiddleware, keys=guard.keys, guarded=_guarded_paths(routes)))
+    handlers = {HTTPException: partial(_http_error, dialects=dialects)}
+    return Starlette(routes=routes, middleware=around, exception_handlers=handlers)
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals; every other error goes on to the ErrorDoor."""
+def _guarded_paths(routes: Sequence[Route]) -> tuple[str, ...]:
+    """Paths that begin like these need a key where there are keys: all but the page and the probes."""
+    return tuple(dict.fromkeys("/" + route.path.split("/")[1] for route in routes if route.path not in OPEN_PATHS))
+
+
+async def _http_error(request: Request, error: Exception, dialects: Sequence[Dialect[Any]]) -> Response:
+    """Starlette's own refusals; every other error goes on to the ErrorMiddleware."""
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         wording = {404: "there is no such path", 405: "this path does not take this method"}[error.status_code]
         error = HTTPException(error.status_code, f"{wording}: {request.method} {request.url.path}", error.headers)
-    return fault_of(error).response()
+    return error_response(error, request.url.path, dialects)
 
 
 class Routes:
-    def __init__(self, engine: EnginePort, text: TextPort, settings: Settings, metrics: Metrics) -> None:
-        self._engine = engine
-        self._text = text
-        self._settings = settings
+    def __init__(self, models: ModelHost, guard: Guard, metrics: Metrics) -> None:
+        self.models = models
         self._metrics = metrics
-        self._history = History(engine, text, settings, metrics)
+        self._bodies = BodyReader(guard)
+        self._meters = Meters()
+        self._history = History(metrics)
         self._page = (files("rekindle") / "web" / "index.html").read_text(encoding="utf-8")
 
-    def table(self) -> list[Route]:
+    def table(self, dialects: Sequence[Dialect[Any]]) -> list[Route]:
+        others = [route for dialect in dialects for route in dialect.routes(self)]
         return [
             Route("/", self.page),
             Route("/health", self.health),
+            Route("/ready", self.ready),
             Route("/metrics", self.metrics),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{id:path}", self.model),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.completions, methods=["POST"]),
+            *Utilities(self).routes(),
+            *{route.path: route for route in others}.values(),
+            *(Route(dialect.path, partial(self.answer, dialect), methods=["POST"]) for dialect in dialects),
         ]
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(self._page, headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def health(self, request: Request) -> Response:
-        status = self._engine.status()
+        status = self.models.status()
         counts = {"running": status.running, "waiting": status.waiting, "slots": status.slots}
         if status.broken is not None:
             return JSONResponse({"status": "broken", "reason": status.broken, **counts}, status_code=503)
         return JSONResponse({"status": "ok", **counts})
 
+    async def ready(self, request: Request) -> Response:
+        """Whether the next request will get a right answer; /health says whether the process can go on at all."""
+        status = self.models.status()
+        reasons = {
+            "the engine cannot run any more": status.broken is not None,
+            "the model's file was changed": status.degraded is not None,
+            "the server is stopping": status.draining or self.models.draining,
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), None)
+        if why is not None:  # details, with names of files, go to the log only: this route needs no key
+            return JSONResponse({"status": "not ready", "reason": why}, status_code=503)
+        return JSONResponse({"status": "ready"})
+
     async def metrics(self, request: Request) -> Response:
+        client: Client = request.state.client
+        if not client.sees_metrics:
+            raise Forbidden(
+                f"the key of {client.name} is not for the metrics: 'metrics = true' would make it so", "key"
+            )
         return Response(self._metrics.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_card(name) for name in self._settings.models]})
+    async def read(self, request: Request, parse: Callable[[bytes], T]) -> T:
+        client: Client = request.state.client
+        with self._meters.of(client).visit() as meter:
+            async with self._bodies.read(request, client) as data:
+                return await to_thread.run_sync(parse, data, limiter=meter.threads)
 
-    async def model(self, request: Request) -> Response:
-        name = request.path_params["id"]
-        if name not in self._settings.models:
-            raise UnknownModel(f"the model {name!r} is not served here; served: {', '.join(self._settings.models)}")
-        return JSONResponse(self._model_card(name))
+    async def work(self, request: Request, parse: Callable[[bytes], N], job: Callable[[N, ServedModel], T]) -> T:
+        client: Client = request.state.client
+        with ExitStack() as until_done:
+            meter = until_done.enter_context(self._meters.of(client).visit())
+            async with self._bodies.read(request, client) as data:
+                body = await to_thread.run_sync(parse, data, limiter=meter.threads)
+            model = await self._model(body.model, request, until_done)
+            return await to_thread.run_sync(job, body, model, limiter=meter.threads)
 
-    def _model_card(self, name: str) -> dict[str, Any]:
-        context = self._settings.context
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._settings.created,
-            "owned_by": "rekindle",
-            "context_length": context,
-            "max_model_len": context,  # where vLLM's clients look
-        }
+    async def _model(
+        self, name: str | None, request: Request, until_done: ExitStack, held: AsyncExitStack | None = None
+    ) -> ServedModel:
+        """The model of this name, loaded, and kept so until the stack is closed.
 
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatBody, self._chat_prompts, Chat, self._history.finished)
+        held: the body's share of the budget, given back if the model must be waited for: that may take minutes, and the
+        line for models has its own end.
+        """
+        request.state.record.model = self.models.find(name).name
+        lease = self.models.lease_at_once(name)
+        if lease is None:
+            if held is not None:
+                await held.aclose()
+            lease = await unless_client_leaves(request.receive, self.models.lease(name))
+        until_done.callback(lease.release)
+        return lease.model
 
-    async def completions(self, request: Request) -> Response:
-        return await self._answer(request, CompletionBody, self._completion_prompts, Completion)
-
-    async def _chat_prompts(self, body: ChatBody) -> list[Prompt]:
-        return [await to_thread.run_sync(self._render, body)]
-
-    def _render(self, body: ChatBody) -> Prompt:
-        generate = body.add_generation_prompt is not False
-        return self._text.render(body.sent_messages, body.sent_tools, generate, **body.template_kwargs)
-
-    async def _completion_prompts(self, body: CompletionBody) -> list[Prompt]:
-        return await to_thread.run_sync(lambda: [self._prompt(each, body) for each in body.prompt])
-
-    def _prompt(self, given: str | list[int], body: CompletionBody) -> Prompt:
-        if isinstance(given, str):
-            return self._text.encode(given, body.add_special_tokens is not False)
-        return self._text.prompt_of(given)
-
-    async def _answer(
-        self,
-        request: Request,
-        kind: type[B],
-        prompts_of: Callable[[B], Awaitable[list[Prompt]]],
-        dialect_of: Callable[[B, TextPort], Dialect],
-        on_finished: Callable[[B, Choice], None] | None = None,
-    ) -> Response:
+    async def answer(self, dialect: Dialect[Any], request: Request) -> Response:
         arrived = time.monotonic()
-        body = parse(kind, await read_body(request, self._settings.max_body_bytes))
-        order = make_order(body, await prompts_of(body), self._text, self._settings)
-        told = partial(on_finished, body) if on_finished is not None else None
-        generation = Generation.start(self._engine, self._text, self._metrics, order, arrived, told)
-        answerer = Answerer(body, dialect_of(body, self._text), generation, self._settings)
-        if body.stream:
-            return EventStream(answerer.events(), close=generation.close)
-        try:
-            return JSONResponse(await unless_client_leaves(request.receive, answerer.whole()))
-        finally:
-            generation.close()
+        client: Client = request.state.client
+        dialect.check(request.headers)
+        with ExitStack() as until_answered:
+            meter = until_answered.enter_context(self._meters.of(client).visit())
+            async with AsyncExitStack() as held:
+                data = await held.enter_async_context(self._bodies.read(request, client))
+                # On worker threads, for both may take long; a few at a time for each client.
+                body = await to_thread.run_sync(dialect.parse, data, limiter=meter.threads)
+                wanted = dialect.request(body)
+                model = await self._model(wanted.model, request, until_answered, held)
+                prompts = await to_thread.run_sync(
+                    wanted.source.render, model.text, client.namespace, limiter=meter.threads
+                )
+                rules = None
+                if is_constrained(wanted):
+                    rules = await to_thread.run_sync(rules_of, wanted, prompts[0], model.text, limiter=meter.threads)
+            params = make_params(wanted, prompts, rules, model.text, model.settings, client)
+            until_answered.enter_context(meter.more(len(prompts) * params.n - 1))
+            meter.charge(sum(len(prompt.tokens) for prompt in prompts))
+            on_finished = None
+            if isinstance(wanted.source, Conversation):
+                on_finished = partial(self._history.finished, model, wanted.source, wanted.n, client)
+            generation = Generation.start(model.engine, model.text, self._metrics, params, arrived, on_finished)
+            request.state.record.generation = generation
+            until_answered.callback(lambda: meter.charge(generation.drawn))
+            until_answered.callback(generation.close)
+            writer = dialect.writer(body, generation, model.settings)
+            if wanted.stream:
+                return EventStream(writer.events(), dialect.media_type, close=until_answered.pop_all().close)
+            return JSONResponse(await unless_client_leaves(request.receive, writer.whole()))

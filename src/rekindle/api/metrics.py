@@ -8,15 +8,17 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rekindle.api.ports import CachePort, EnginePort
-from rekindle.engine.types import Finished
+from rekindle.api.model_host import ModelHost
+from rekindle.api.served import ModelState
+from rekindle.engine.types import EngineStatus, Finished
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # seconds: a full hit to a long cold prefill
+QUEUE_BUCKETS = (0.001, 0.01, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # seconds
 TOKEN_BUCKETS = (0.001, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 3)  # seconds
 
 
 class Metrics:
-    def __init__(self, engine: EnginePort) -> None:
+    def __init__(self, models: ModelHost) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("rekindle_requests", "Answered requests", ["route", "status"], registry=registry)
         self.cancellations = Counter("rekindle_cancellations", "Clients that left early", registry=registry)
@@ -26,6 +28,10 @@ class Metrics:
             "rekindle_restored_tokens", "Prompt tokens restored from a snapshot", ["tier"], registry=registry
         )
         self.generated = Counter("rekindle_generated_tokens", "Tokens drawn", registry=registry)
+        self.drafted = Counter(
+            "rekindle_draft_tokens", "Tokens drafted for finished answers", ["outcome"], registry=registry
+        )
+        self.blocks = Counter("rekindle_draft_blocks", "Drafted blocks of finished answers", registry=registry)
         self.preparations = Counter(
             "rekindle_preparations", "Prompts expected next, by what became of them", ["outcome"], registry=registry
         )
@@ -41,13 +47,24 @@ class Metrics:
             buckets=TOKEN_BUCKETS,
             registry=registry,
         )
-        registry.register(_EngineGauges(engine))
+        self.queue = Histogram(
+            "rekindle_queue_seconds",
+            "From the request's submission to a slot, of finished answers",
+            buckets=QUEUE_BUCKETS,
+            registry=registry,
+        )
+        registry.register(_EngineGauges(models))
+        registry.register(_ModelGauges(models))
 
     def count_finished(self, finished: Finished) -> None:
         self.prompt.inc(finished.prompt_tokens)
+        self.queue.observe(finished.timings.queued)
         self.computed.inc(finished.cache.computed)
-        self.restored.labels("ram").inc(finished.cache.restored_ram)
-        self.restored.labels("disk").inc(finished.cache.restored_disk)
+        for tier, tokens in finished.cache.restored_from.items():
+            self.restored.labels(tier).inc(tokens)
+        self.blocks.inc(finished.draft.blocks)
+        self.drafted.labels("proposed").inc(finished.draft.proposed)
+        self.drafted.labels("accepted").inc(finished.draft.accepted)
         if finished.stop_token is not None:
             self.generated.inc()
 
@@ -56,13 +73,13 @@ class Metrics:
 
 
 class _EngineGauges(Collector):
-    """One look at the engine per scrape, so the numbers of one page belong together."""
+    """One look at the engines per scrape, so the numbers of one page belong together. Sums over the models."""
 
-    def __init__(self, engine: EnginePort) -> None:
-        self._engine = engine
+    def __init__(self, models: ModelHost) -> None:
+        self._models = models
 
     def collect(self) -> Iterable[Metric]:
-        status = self._engine.status()
+        status = self._models.status()
         yield GaugeMetricFamily("rekindle_running", "Sequences in a slot", status.running)
         yield GaugeMetricFamily("rekindle_queue_length", "Requests waiting for a slot", status.waiting)
         yield GaugeMetricFamily("rekindle_slots", "Places for live sequences", status.slots)
@@ -80,8 +97,38 @@ class _EngineGauges(Collector):
             "rekindle_audit_mismatches", "Audits that found a wrong snapshot", status.audit_mismatches
         )
         yield from _work_counters(status.work)
-        yield from _cache_counters(status.cache)
-        yield from _cache_sizes(status.cache)
+        yield from _cache_counters(status)
+        yield from _cache_sizes(status)
+
+
+class _ModelGauges(Collector):
+    """Of each model: whether it is loaded, and what it has done."""
+
+    def __init__(self, models: ModelHost) -> None:
+        self._models = models
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily("rekindle_model_line", "Requests that wait for a model", self._models.waiting)
+        states = GaugeMetricFamily("rekindle_model_state", "1 for the state a model is in", labels=["model", "state"])
+        seconds = GaugeMetricFamily("rekindle_model_load_seconds", "Of the last load", labels=["model"])
+        loads = CounterMetricFamily("rekindle_model_loads", "Loads, by outcome", labels=["model", "outcome"])
+        for slot in self._models.slots:
+            for state in ModelState:
+                states.add_metric([slot.name, state.value], float(slot.state is state))
+            seconds.add_metric([slot.name], slot.load_seconds)
+            loads.add_metric([slot.name, "ready"], slot.loads)
+            loads.add_metric([slot.name, "failed"], slot.failures)
+        yield from (states, seconds, loads, self._tokens())
+
+    def _tokens(self) -> Metric:
+        tokens = CounterMetricFamily(
+            "rekindle_model_tokens", "Tokens, as rekindle_engine_tokens", labels=["model", "how"]
+        )
+        for slot, status in self._models.statuses().items():
+            tokens.add_metric([slot.name, "computed"], status.computed_tokens)
+            tokens.add_metric([slot.name, "restored"], status.restored_tokens)
+            tokens.add_metric([slot.name, "generated"], status.generated_tokens)
+        return tokens
 
 
 def _work_counters(work: Mapping[str, int]) -> Iterable[Metric]:
@@ -100,7 +147,8 @@ def _work_counters(work: Mapping[str, int]) -> Iterable[Metric]:
     yield CounterMetricFamily("rekindle_expert_swaps", "Experts that changed places", work.get("swaps:", 0))
 
 
-def _cache_counters(cache: CachePort) -> Iterable[Metric]:
+def _cache_counters(status: EngineStatus) -> Iterable[Metric]:
+    cache = status.cache
     for name, what, label, counts in (
         ("hits", "Lookups that found a prefix", "tier", cache.hits),
         ("restored_tokens", "Tokens of the prefixes found", "tier", cache.restored),
@@ -123,13 +171,14 @@ def _cache_counters(cache: CachePort) -> Iterable[Metric]:
     yield CounterMetricFamily("rekindle_cache_bad_files", "Files on disk that could not be used", cache.bad_files)
 
 
-def _cache_sizes(cache: CachePort) -> Iterable[Metric]:
-    for name, what, ram, disk in (
-        ("snapshots", "Snapshots in a tier", cache.ram_entries, cache.disk_entries),
-        ("bytes", "Bytes that a tier takes", cache.ram_bytes, cache.disk_bytes),
-        ("budget_bytes", "Bytes that a tier may take", cache.ram_budget, cache.disk_budget),
+def _cache_sizes(status: EngineStatus) -> Iterable[Metric]:
+    cache = status.cache
+    for name, what, by_tier in (
+        ("snapshots", "Snapshots in a tier", cache.entries),
+        ("bytes", "Bytes that a tier takes", cache.bytes),
+        ("budget_bytes", "Bytes that a tier may take", cache.budgets),
     ):
         family = GaugeMetricFamily(f"rekindle_cache_{name}", what, labels=["tier"])
-        family.add_metric(["ram"], ram)
-        family.add_metric(["disk"], disk)
+        for tier, value in by_tier.items():
+            family.add_metric([tier], value)
         yield family

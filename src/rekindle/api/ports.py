@@ -1,88 +1,15 @@
-"""What this room needs of its neighbours, and no more. The wiring fits the real rooms to these shapes."""
+"""Protocols of the engine and of the text package; tests pass fakes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rekindle.engine.types import Request
+from rekindle.engine.types import EngineStatus, Request
+from rekindle.grammar.calls import CallFormat
+from rekindle.grammar.guide import Rules
 from rekindle.prompt import Prompt
-
-
-class PageCountPort(Protocol):
-    @property
-    def total(self) -> int: ...
-    @property
-    def free(self) -> int: ...
-
-
-class CachePort(Protocol):
-    """The prefix cache's counts since the start, and its sizes now. Mappings are by tier or by reason."""
-
-    @property
-    def hits(self) -> Mapping[str, int]: ...
-    @property
-    def restored(self) -> Mapping[str, int]: ...
-    @property
-    def misses(self) -> Mapping[str, int]: ...
-    @property
-    def short_hits(self) -> Mapping[str, int]: ...
-    @property
-    def published(self) -> int: ...
-    @property
-    def evictions(self) -> Mapping[str, int]:
-        """By "tier:what became of it"."""
-
-    @property
-    def saves(self) -> int: ...
-    @property
-    def refused_saves(self) -> Mapping[str, int]: ...
-    @property
-    def bad_files(self) -> int: ...
-    @property
-    def ram_entries(self) -> int: ...
-    @property
-    def ram_bytes(self) -> int: ...
-    @property
-    def ram_budget(self) -> int: ...
-    @property
-    def disk_entries(self) -> int: ...
-    @property
-    def disk_bytes(self) -> int: ...
-    @property
-    def disk_budget(self) -> int: ...
-
-
-class EngineStatus(Protocol):
-    """The engine at one moment; token counts are totals since it started."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def slots(self) -> int: ...
-    @property
-    def pages(self) -> PageCountPort: ...
-    @property
-    def computed_tokens(self) -> int: ...
-    @property
-    def restored_tokens(self) -> int: ...
-    @property
-    def generated_tokens(self) -> int: ...
-    @property
-    def audits(self) -> int: ...
-    @property
-    def audit_mismatches(self) -> int: ...
-    @property
-    def cache(self) -> CachePort: ...
-    @property
-    def work(self) -> Mapping[str, int]:
-        """How the stages of this process have worked, by "kind:how"."""
-
-    @property
-    def broken(self) -> str | None:
-        """Why nothing can run any more."""
+from rekindle.text import Detokenizer, StopText, ThinkingTokens
 
 
 class EnginePort(Protocol):
@@ -94,55 +21,76 @@ class EnginePort(Protocol):
     def cancel(self, request_id: str) -> None:
         """End a request wherever it is. An id that has already ended is no error."""
 
+    def keep(self, prompt: Prompt, seconds: float, namespace: str) -> None:
+        """Evict the snapshots at the prompt's marks after all others, for so long."""
+
     def status(self) -> EngineStatus: ...
 
 
-class DetokenizerPort(Protocol):
-    """Tokens to text, holding back bytes that do not yet make a character."""
-
-    def push(self, token: int) -> str: ...
-    def finish(self) -> str: ...
-
-
-class StopTextPort(Protocol):
-    """Text to the text before the first stop string, holding back what may become one."""
-
-    def push(self, text: str) -> str: ...
-    def finish(self) -> str: ...
-
-
 class TextPort(Protocol):
-    """`render`, `encode` and `next_prompt` run on worker threads, several at a time; `remember` runs on the loop."""
+    """`ModelText` is the real one. `render`, `encode`, `compile` and `next_prompt` run on worker threads, several at a
+    time; `remember` runs on the event loop."""
 
     @property
     def vocab_size(self) -> int: ...
     @property
     def stop_tokens(self) -> frozenset[int]: ...
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model's template writes tools into the prompt."""
+
+    @property
+    def template_source(self) -> str | None:
+        """The model's chat template; None where it has none."""
+
+    @property
+    def efforts(self) -> Sequence[str]:
+        """The values of `reasoning_effort` that the template accepts; none where it does not read it."""
+
+    @property
+    def thinking_tokens(self) -> ThinkingTokens | None:
+        """How thinking opens and closes; None where it does so by no tokens of their own."""
+
+    def takes_option(self, name: str) -> bool:
+        """Whether the template reads an option of this name."""
+
+    @property
+    def call_format(self) -> CallFormat | None:
+        """How the model writes calls; None where no grammar knows its format."""
+
+    @property
+    def may_think(self) -> bool:
+        """Whether an answer may begin with thinking that the prompt has not opened."""
+
+    def compile(self, source: str, field: str) -> Rules:
+        """A grammar in the library's form, over the model's vocabulary; raises BadRequest naming the field."""
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
+        namespace: str = "",
         /,
         **kwargs: Any,
     ) -> Prompt:
-        """Messages to a prompt by the model's own template; raises BadRequest for what it cannot say."""
+        """Messages to a prompt by the model's own template; raises BadRequest where the template refuses them."""
 
-    def remember(self, prompt: Prompt, ids: Sequence[int], message: Mapping[str, Any]) -> None:
-        """To `prompt`, which came from `render`, the model said `ids`, the client was given `message`."""
+    def remember(self, prompt: Prompt, ids: Sequence[int], message: Mapping[str, Any], namespace: str = "") -> None:
+        """The model answered `prompt`, which came from `render`, with `ids`; the client got them as `message`."""
 
     def next_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         answer: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None,
+        namespace: str = "",
         /,
         **kwargs: Any,
     ) -> Prompt | None:
         """What a client that only appends will send after this answer, up to where its new message starts.
 
-        None where that cannot be told; raises BadRequest as `render` does.
+        None where the template does not show where messages start; raises BadRequest as `render` does.
         """
 
     def encode(self, text: str, add_special_tokens: bool) -> Prompt: ...
@@ -154,9 +102,9 @@ class TextPort(Protocol):
         """
 
     def token_bytes(self, token: int) -> bytes: ...
-    def detokenizer(self) -> DetokenizerPort: ...
+    def detokenizer(self) -> Detokenizer: ...
 
     def stop_watcher(self, stops: Sequence[str]) -> Callable[[int], bool]:
-        """Asked on the engine's thread, once per token: did this token complete a stop string?"""
+        """A function for the engine's thread, called once per token: does this token complete a stop string?"""
 
-    def stop_text(self, stops: Sequence[str]) -> StopTextPort: ...
+    def stop_text(self, stops: Sequence[str]) -> StopText: ...

@@ -1,27 +1,71 @@
-"""What the HTTP side is told once, at the start."""
+"""Settings of the HTTP side, fixed at the start."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
-from rekindle.engine.types import Sampling
+from rekindle.api.cards import RANGES, Card
+from rekindle.api.keys import Keys
 from rekindle.errors import BadConfig
+
+# A Host header: a name or an address, and perhaps a port. No user, no path, no zone of an address.
+HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+ORIGIN = re.compile(rf"https?://{HOST.pattern}")
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Who may use the server, and bounds on what a request costs before its client is known."""
+
+    keys: Keys | None = None  # None: no key is asked for
+    hosts: tuple[str, ...] = ()  # names that clients may call this server by, besides its addresses; * is any
+    origins: tuple[str, ...] = ()  # of web pages besides our own; * is any
+    max_body: int = 16 << 20  # bytes
+    bodies: int = 4  # of the largest size that may be read at one time; of smaller ones accordingly more
+    body_seconds: float = 60.0  # for a body to arrive
+
+    def __post_init__(self) -> None:
+        for host in self.hosts:
+            if host != "*" and (not HOST.fullmatch(host) or ":" in host):
+                raise BadConfig(
+                    f"--allow-host {host}: must be a name such as ai.example.org, without port, or * for any"
+                )
+        for origin in self.origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise BadConfig(f"--allow-origin {origin}: must be such as https://chat.example.org, or * for any")
+        if self.max_body < 1:
+            raise BadConfig(f"max_body: must be at least 1 byte, got {self.max_body}")
+        if self.bodies < 1:
+            raise BadConfig(f"bodies: must be at least 1, got {self.bodies}")
+        if self.body_seconds <= 0:
+            raise BadConfig(f"body_seconds: must be above 0, got {self.body_seconds:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What clients are told of the model's file."""
+
+    architecture: str = "unknown"
+    parameters: int = 0
+    nbytes: int = 0
+    quantisation: str = "unknown"  # the type that most of its bytes have
+    format: str = "gguf"
+    template: str = ""  # of its chats, empty where it has none
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    models: tuple[str, ...]  # ids shown by /v1/models; the first answers requests that name none
+    """Of one model."""
+
+    models: tuple[str, ...]  # its names, as /v1/models shows them: the id first
+    unlisted: tuple[str, ...] = field(default=(), kw_only=True)  # names that it answers to as well
     context: int  # the most tokens that prompt and answer may have together
     fingerprint: str = ""  # the model's, from its weights
+    facts: ModelFacts = field(default_factory=ModelFacts)
     created: int = 0  # unix seconds shown by /v1/models
-    api_key: str | None = None  # guards /v1; None leaves it open
-    allowed_origins: tuple[str, ...] = ()  # browsers' origins besides our own page
-    max_body_bytes: int = 64 * 1024 * 1024
-    default_max_tokens: int | None = None  # None: what the context leaves
-    sampling: Sampling = field(default_factory=Sampling)  # for fields a request does not set
+    card: Card = field(default_factory=Card)  # for fields that a request does not set
     heartbeat_seconds: float = 15.0  # an open stream is never silent for longer, so no proxy gives up on a prefill
-    normalise: bool = True  # leave out lines that clients change on each call; `ModelText` gets the rules
-    remember_turns: bool = True  # keep the ids of the model's own turns; `ModelText` gets the memory
     prepare_next: bool = True  # after an answer, prepare the state for the prompt its client will send next
 
     def __post_init__(self) -> None:
@@ -29,12 +73,12 @@ class Settings:
             raise BadConfig("models: at least one model id is needed, got none")
         if self.context < 2:
             raise BadConfig(f"context: must hold a prompt and an answer, got {self.context} tokens")
-        if self.api_key == "":
-            raise BadConfig("api_key: an empty key guards nothing; leave it out or set one")
-        if self.max_body_bytes < 1:
-            raise BadConfig(f"max_body_bytes: must be at least 1, got {self.max_body_bytes}")
-        if self.default_max_tokens is not None and self.default_max_tokens < 1:
-            raise BadConfig(f"default_max_tokens: must be at least 1, got {self.default_max_tokens}")
+        if self.card.max_tokens is not None and self.card.max_tokens < 1:
+            raise BadConfig(f"max-tokens: must be at least 1, got {self.card.max_tokens}")
+        for sampling in filter(None, (self.card.sampling, self.card.direct)):
+            for name, (low, high) in RANGES.items():
+                if not low <= getattr(sampling, name) <= high:
+                    raise BadConfig(f"{name}: must be {low:g} to {high:g}, got {getattr(sampling, name):g}")
         if self.heartbeat_seconds <= 0:
             raise BadConfig(f"heartbeat_seconds: must be above 0, got {self.heartbeat_seconds}")
 

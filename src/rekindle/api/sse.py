@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -11,15 +12,38 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = "text/event-stream"
 HEARTBEAT = b": waiting\n\n"  # a comment; readers skip it
 
 T = TypeVar("T")
 
 
-def event(value: dict[str, Any]) -> bytes:
-    """One event. JSON escapes line breaks inside strings, so the value is always one line."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+def event(value: dict[str, Any], name: str | None = None) -> bytes:
+    """One event, with a name where the dialect has names. JSON escapes line breaks inside strings, so the value is
+    always one line."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return (
+        head
+        + b"data: "
+        + json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        + b"\n\n"
+    )
+
+
+class Silence:
+    """How long a stream has said nothing. Tokens may come all the while: of a call that is shown when complete."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience  # seconds
+        self.broken()
+
+    def broken(self) -> None:
+        """Something was sent."""
+        self._since = time.monotonic()
+
+    @property
+    def is_long(self) -> bool:
+        return time.monotonic() - self._since >= self._patience
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -48,13 +72,13 @@ async def _left(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """Streams events and calls `close` when the last is sent or the reader has gone, whichever comes first.
 
-    Starlette's own response leaves a generator that waits inside `send` to the garbage collector; we want the
-    engine told at once.
+    Starlette's own response leaves a generator that waits inside `send` to the garbage collector; here the engine gets
+    its cancel at once.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], media_type: str, close: Callable[[], None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold events back
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        super().__init__(events, media_type=media_type, headers=headers)
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -30,7 +30,7 @@ def top_ops(built: Built, prompt: int, answer: int, sequences: int, most: int = 
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     every_thread = _ExperimentalConfig(profile_all_threads=True)  # the engine has a thread of its own
     with profile(activities=[activity], experimental_config=every_thread) as recorded:
-        measure(built.engine, built.model.spec.vocab, np.random.default_rng(1), prompt, answer, sequences)
+        measure(built.engine, built.model.spec.drawable, np.random.default_rng(1), prompt, answer, sequences)
     rows = [
         (row.key, row.count, row.self_device_time_total if on_gpu else row.self_cpu_time_total)
         for row in recorded.key_averages()

@@ -20,152 +20,20 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rekindle.bench.conversations import RECORDED_GOAL, SCRIPTS, Conversation, Message, Said, Script, Sizes, recorded
 from rekindle.errors import BadConfig, RekindleError
-
-Message = dict[str, Any]
-Script = Generator[list[Message], str, None]  # yields the messages of each request, is sent the answer's text
+from rekindle.prompt import common_length
 
 START_SECONDS = 600  # a large model takes minutes to load
+LOG_LINES = 10_000  # of a server of our own that are kept
 ANSWER_SECONDS = 1800
-
-
-# -- what is said ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """In words, which are tokens for most vocabularies. A server's fixed cost per turn is a token or two: against
-    turns of a few words it would be all that is measured, so the default turn is a few hundred."""
-
-    system: int = 300
-    turn: int = 200
-    turns: int = 6
-    answer: int = 8  # tokens
-
-    def scaled(self, scale: float) -> Sizes:
-        return Sizes(round(self.system * scale), round(self.turn * scale), self.turns, self.answer)
-
-
-TEXT = (
-    "the value of each line in this file is read once and kept until a test asks for it again so that no work is done "
-    "twice when a user changes one name or moves a block from here to there and then runs all checks on both sides "
-    "with more time than before we look at what came back and write down where it went wrong first"
-)
-
-
-def prose(count: int, seed: str) -> str:
-    """Words without sense, the same for the same seed."""
-    chosen = random.Random(seed).choices(TEXT.split(), k=count)
-    lines = [" ".join(chosen[i : i + 12]) for i in range(0, count, 12)]
-    return "\n".join(lines)
-
-
-def _system(sizes: Sizes, seed: str) -> Message:
-    return {"role": "system", "content": prose(sizes.system, seed)}
-
-
-def _result(sizes: Sizes, seed: str) -> Message:
-    """A tool's result, as agents send it: long, and told in a user turn. No two begin alike: a common beginning would
-    count as seen, and no server can tell before the second one comes that it is worth a snapshot."""
-    return {"role": "user", "content": prose(sizes.turn, seed)}
-
-
-def _said(answer: str) -> Message:
-    return {"role": "assistant", "content": answer or "."}
-
-
-def growing(sizes: Sizes, seed: str) -> Script:
-    """Each turn appends the answer as it came and a new tool result."""
-    messages = [_system(sizes, seed)]
-    for turn in range(sizes.turns):
-        messages.append(_result(sizes, f"{seed} {turn}"))
-        messages.append(_said((yield messages)))
-
-
-def thinking(sizes: Sizes, seed: str) -> Script:
-    """The client sends answers back without what the model thought: all up to the end of the think block, or where
-    a short answer has none, its first three quarters."""
-    messages = [_system(sizes, seed)]
-    for turn in range(sizes.turns):
-        messages.append(_result(sizes, f"{seed} {turn}"))
-        messages.append(_said(without_thinking((yield messages))))
-
-
-def without_thinking(answer: str) -> str:
-    _, found, rest = answer.partition("</think>")
-    return rest.strip() if found else answer[3 * len(answer) // 4 :].strip()
-
-
-def subagents(sizes: Sizes, seed: str) -> Script:
-    """Three conversations in turns, under one system prompt."""
-    system = _system(sizes, seed)
-    each: list[list[Message]] = [[system], [system], [system]]
-    for turn in range(sizes.turns):
-        messages = each[turn % 3]
-        messages.append(_result(sizes, f"{seed} {turn}"))
-        messages.append(_said((yield messages)))
-
-
-def edited(sizes: Sizes, seed: str) -> Script:
-    """A growing conversation in which, past its middle, one line of an early tool result changes."""
-    messages = [_system(sizes, seed)]
-    for turn in range(sizes.turns):
-        if turn == sizes.turns - 2:
-            messages[3] = {"role": "user", "content": _with_an_edit(messages[3]["content"])}
-        messages.append(_result(sizes, f"{seed} {turn}"))
-        messages.append(_said((yield messages)))
-
-
-def _with_an_edit(text: str) -> str:
-    lines = text.split("\n")
-    lines[len(lines) // 3] = "[this line was cleared]"
-    return "\n".join(lines)
-
-
-def recorded(requests: Sequence[list[Message]]) -> Callable[[Sizes, str], Script]:
-    """A session as it was: what the server answers is not put into it."""
-
-    def script(sizes: Sizes, seed: str) -> Script:
-        for messages in requests:
-            first, *rest = messages
-            # The seed sets one replay apart from the next, which would otherwise find all of it.
-            yield [{**first, "content": f"[{seed}]\n{first['content']}"}, *rest]
-
-    return script
-
-
-def read_session(path: Path) -> list[list[Message]]:
-    """JSON lines, one per request in the order they were sent: {"messages": [...]} as in a chat request's body.
-
-    Other fields of a line are ignored, so a log of request bodies can be given as it is.
-    """
-    requests = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            messages = json.loads(line)["messages"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadConfig(f"{path.name} line {number}: not a JSON object with messages: {error}") from error
-        if not isinstance(messages, list) or not messages or not isinstance(messages[0].get("content"), str):
-            raise BadConfig(f"{path.name} line {number}: messages must be a list that begins with a text message")
-        requests.append(messages)
-    if not requests:
-        raise BadConfig(f"{path.name} holds no request")
-    return requests
-
-
-def own_session() -> Path:
-    """The session that comes with the package."""
-    return Path(str(files("rekindle") / "bench" / "sessions" / "fix_a_test.jsonl"))
 
 
 # -- the account ----------------------------------------------------------------------------------------------------
@@ -180,25 +48,19 @@ class Seen:
     def length(self, tokens: Sequence[int]) -> int:
         """How much of it has been seen, from its beginning."""
         ours = np.asarray(tokens, dtype=np.int32)
-        return max((_common(ours, other) for other in self._sequences), default=0)
+        return max((common_length(ours, other) for other in self._sequences), default=0)
 
     def add(self, tokens: Sequence[int]) -> None:
         new = np.asarray(tokens, dtype=np.int32)
-        self._sequences = [old for old in self._sequences if _common(old, new) < len(old)]
+        self._sequences = [old for old in self._sequences if common_length(old, new) < len(old)]
         self._sequences.append(new)
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if len(differs) else n
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     """What came back for one request."""
 
-    text: str
+    message: Message  # the assistant's, to be sent back
     prompt: list[int]
     answer: list[int]  # with the stop token
     ram: int
@@ -287,11 +149,12 @@ class Server:
         raise AssertionError("only a server we started can be started again")
 
     def stop(self) -> None:
-        """It is somebody else's."""
+        """It is another process's."""
 
-    def ask(self, messages: Sequence[Message], max_tokens: int) -> Reply:
+    def ask(self, said: Said, max_tokens: int) -> Reply:
+        path, field = ("completions", "prompt") if isinstance(said, str) else ("chat/completions", "messages")
         body = {
-            "messages": list(messages),
+            field: said,
             "max_tokens": max_tokens,
             "temperature": 0,
             "stream": True,
@@ -299,7 +162,7 @@ class Server:
             "return_token_ids": True,
         }
         request = urllib.request.Request(
-            f"{self.url}/v1/chat/completions", json.dumps(body).encode(), self._headers, method="POST"
+            f"{self.url}/v1/{path}", json.dumps(body).encode(), self._headers, method="POST"
         )
         began = time.monotonic()
         try:
@@ -316,10 +179,14 @@ class Server:
                 return int(counts['rekindle_engine_tokens_total{how="computed"}'])
             time.sleep(0.02)
 
-    def _metrics(self) -> dict[str, float]:
-        request = urllib.request.Request(f"{self.url}/metrics", headers=self._headers)
+    def read(self, path: str) -> str:
+        """What a GET of this path brings."""
+        request = urllib.request.Request(f"{self.url}{path}", headers=self._headers)
         with urllib.request.urlopen(request, timeout=60) as response:
-            lines = response.read().decode().splitlines()
+            return str(response.read().decode())
+
+    def _metrics(self) -> dict[str, float]:
+        lines = self.read("/metrics").splitlines()
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines) if name[:1] != "#"}
 
 
@@ -332,8 +199,9 @@ class OwnServer(Server):
 
     can_restart = True
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], key: str | None = None) -> None:
         self._arguments = list(arguments)
+        self._key = key
         self._start()
 
     def _start(self) -> None:
@@ -342,23 +210,31 @@ class OwnServer(Server):
             [*command, *self._arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         found: list[str] = []
-        said: list[str] = []
+        self.said: deque[str] = deque(maxlen=LOG_LINES)
         ready = threading.Event()
         assert self._process.stdout is not None
-        threading.Thread(target=_listen, args=(self._process.stdout, found, said, ready), daemon=True).start()
+        arguments = (self._process.stdout, found, self.said, ready)
+        self._listener = threading.Thread(target=_listen, args=arguments, daemon=True)
+        self._listener.start()
         ready.wait(START_SECONDS)
         if not found:
             self._process.kill()
-            raise ReplayFailed("rekindle serve did not start:\n" + "".join(said[-20:]))
-        super().__init__(found[0])
+            raise ReplayFailed("rekindle serve did not start:\n" + "".join(list(self.said)[-20:]))
+        super().__init__(found[0], self._key)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def restart(self) -> None:
         self.stop()
         self._start()
 
     def stop(self) -> None:
+        """In good order; all that it said is in `said` then."""
         self._process.terminate()
         self._process.wait()
+        self._listener.join()
 
     def kill(self) -> None:
         """As a crash would."""
@@ -366,14 +242,13 @@ class OwnServer(Server):
         self._process.wait()
 
 
-def _listen(lines: Iterable[str], found: list[str], said: list[str], ready: threading.Event) -> None:
+def _listen(lines: Iterable[str], found: list[str], said: deque[str], ready: threading.Event) -> None:
     """Read all the server says, or it would stand still once the pipe is full."""
     for line in lines:
-        if not found:
-            said.append(line)
-            if match := re.search(r"chat in a browser\s+(http://\S+?)/?\s*$", line):
-                found.append(match[1])
-                ready.set()
+        said.append(line)
+        if not found and (match := re.search(r"chat in a browser\s+(http://\S+?)/?\s*$", line)):
+            found.append(match[1])
+            ready.set()
     ready.set()
 
 
@@ -385,7 +260,8 @@ def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _read_reply(events: Iterable[dict[str, Any]], began: float) -> Reply:
-    text, answer = "", list[int]()
+    message: Message = {"role": "assistant", "content": ""}
+    answer = list[int]()
     prompt: list[int] | None = None
     report: dict[str, Any] | None = None
     first_token = 0.0
@@ -396,26 +272,20 @@ def _read_reply(events: Iterable[dict[str, Any]], began: float) -> Reply:
         for choice in event["choices"]:
             prompt = choice.get("prompt_token_ids", prompt)
             answer += choice.get("token_ids") or []
-            text += choice["delta"].get("content") or ""
+            for name in ("content", "reasoning_content"):
+                if said := choice.get("delta", {}).get(name):
+                    message[name] = message.get(name, "") + said
         if answer and not first_token:
             first_token = time.monotonic() - began
     if prompt is None or report is None:
         raise ReplayFailed("the server does not say what it restored: no prompt_token_ids, or no rekindle object")
     restored = report["restored"]
     return Reply(
-        text, prompt, answer, restored["ram"], restored["disk"], report["computed"], report["miss"], first_token
+        message, prompt, answer, restored["ram"], restored["disk"], report["computed"], report["miss"], first_token
     )
 
 
 # -- replaying ------------------------------------------------------------------------------------------------------
-
-SCRIPTS: dict[str, tuple[Callable[[Sizes, str], Script], float]] = {  # with the ratio that must hold
-    "growing": (growing, 1.01),
-    "thinking": (thinking, 1.05),
-    "subagents": (subagents, 1.01),
-    "edited": (edited, 1.05),
-}
-RECORDED_GOAL = 1.05
 
 
 def replay(
@@ -426,17 +296,17 @@ def replay(
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Total]:
     """Every conversation, and where the server can be restarted, every one again with a restart in its middle."""
-    scripts = {**SCRIPTS, "recorded": (recorded(session), RECORDED_GOAL)}
+    scripts = {**SCRIPTS, "recorded": Conversation(recorded(session), RECORDED_GOAL, len(session))}
     if unknown := set(only) - set(scripts):
         raise BadConfig(f"no conversation is called {', '.join(sorted(unknown))}; known are {', '.join(scripts)}")
     seen, totals = Seen(), list[Total]()
     run = f"{random.SystemRandom().getrandbits(32):08x}"  # a server that runs already may know an earlier replay
     for restart in (False, True) if server.can_restart else (False,):
-        for name, (script, goal) in scripts.items():
+        for name, conversation in scripts.items():
             if not only or name in only:
-                total = Total(name, restart, goal)
-                turns = len(session) if name == "recorded" else sizes.turns
-                player = script(sizes, f"{name} {run} {'restarted' if restart else 'whole'}")
+                total = Total(name, restart, conversation.goal)
+                turns = conversation.turns or sizes.turns
+                player = conversation.script(sizes, f"{name} {run} {'restarted' if restart else 'whole'}")
                 _play(server, player, turns // 2 if restart else None, sizes.answer, seen, total, on_row)
                 totals.append(total)
     return totals
@@ -452,13 +322,13 @@ def _play(
     on_row: Callable[[Row], None],
 ) -> None:
     before = server.computed()
-    messages = next(script)
+    said = next(script)
     for turn in itertools.count():
         if turn == restart_at:
             total.engine_computed += server.computed() - before
             server.restart()
             before = server.computed()
-        reply = server.ask(messages, answer)
+        reply = server.ask(said, answer)
         row = Row(
             total.conversation,
             turn,
@@ -475,7 +345,7 @@ def _play(
         total.rows.append(row)
         on_row(row)
         try:
-            messages = script.send(reply.text)
+            said = script.send(reply.message)
         except StopIteration:
             break
     total.engine_computed += server.computed() - before

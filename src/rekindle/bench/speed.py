@@ -1,4 +1,4 @@
-"""Prefill and decode speed of a built engine, through the same door that clients use."""
+"""Prefill and decode speed of a built engine, through the `submit` that clients use."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from rekindle.bench.traffic import bytes_per_token
 from rekindle.build import Built
+from rekindle.build.sizes import cpu_expands
 from rekindle.engine.engine import Engine
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
 from rekindle.prompt import Prompt
@@ -62,7 +63,7 @@ class Clock:
 
 def run_bench(built: Built, shapes: Sequence[tuple[int, int, int]], repeats: int = 3) -> Report:
     """The best of `repeats` runs per (prompt, answer, sequences): what the machine can do when nothing else runs."""
-    rng, vocab = np.random.default_rng(0), built.model.spec.vocab
+    rng, vocab = np.random.default_rng(0), built.model.spec.drawable
     measure(built.engine, vocab, rng, 16, 4, 1)
     rows = []
     for prompt, answer, sequences in shapes:
@@ -74,8 +75,8 @@ def run_bench(built: Built, shapes: Sequence[tuple[int, int, int]], repeats: int
 
 
 def _traffic(built: Built, context: int, sequences: int) -> float:
-    on_cpu = all(stage.device.name == "cpu" for stage in built.plan.stages)
-    return bytes_per_token(built.model.file, on_cpu, built.plan.wishes.kv_type, context, sequences)
+    expanded = cpu_expands() and all(stage.device.name == "cpu" for stage in built.plan.stages)
+    return bytes_per_token(built.model.file, expanded, built.plan.wishes.kv_type, context, sequences)
 
 
 def measure(

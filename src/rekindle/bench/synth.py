@@ -20,7 +20,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from rekindle.errors import BadConfig
-from rekindle.spec import AttentionSpec, DeltaSpec, FfnSpec, Mixer, ModelSpec
+from rekindle.spec import AttentionSpec, DeltaSpec, FfnSpec, ModelSpec
 from rekindle.weights.expected import OUTPUT, expected_model
 from rekindle.weights.gguf_header import (
     ARRAY,
@@ -86,7 +86,7 @@ class _Tensor:
 def write_synthetic(path: str | Path, shape: str, seed: int = 0) -> Path:
     """Writes a GGUF file that opens, tokenizes and runs like a model of that shape."""
     chosen, path = _shape(shape), Path(path)
-    tensors = _tensors(chosen.spec)
+    tensors = tensors_of(chosen.spec)
     rng = np.random.default_rng(seed)
     runs = {type: _doubled(run(rng, _run_length(chosen))) for type, run in RUNS.items()}
     with _named_once_whole(path) as file:
@@ -102,7 +102,7 @@ def shape_totals(shape: str) -> ShapeTotals:
     spec = _shape(shape).spec
     by_type: Counter[str] = Counter()
     per_token = 0.0
-    for tensor in _tensors(spec):
+    for tensor in tensors_of(spec):
         by_type[tensor.type] += tensor.nbytes
         per_token += tensor.nbytes * _share_read(spec, tensor.name)
     return ShapeTotals(dict(by_type), by_type.total(), round(per_token))
@@ -127,7 +127,8 @@ def _share_read(spec: ModelSpec, name: str) -> float:
 # ---- which tensors, in which types --------------------------------------------------------------------------------
 
 
-def _tensors(spec: ModelSpec) -> list[_Tensor]:
+def tensors_of(spec: ModelSpec) -> list[_Tensor]:
+    """Names, shapes and types of a whole model."""
     return [_Tensor(name, shape, _type(spec, name)) for name, shape in expected_model(spec).items()]
 
 
@@ -341,9 +342,7 @@ def _hybrid(
         name=f"synthetic {name}",
         hidden=hidden,
         vocab=vocab,
-        mixers=tuple(Mixer.DELTA if (i + 1) % 4 else Mixer.ATTENTION for i in range(layers)),
-        attention=attention,
-        delta=delta,
+        mixers=tuple(delta if (i + 1) % 4 else attention for i in range(layers)),
         ffn=ffn,
         eps=1e-6,
         context=262_144,
@@ -365,11 +364,21 @@ def _tiny(name: str, ffn: FfnSpec) -> Shape:
     return Shape(spec, sections=(3, 3, 2, 0), first_special=500, first_thinking=503)
 
 
+def _small(name: str, hidden: int, attention: AttentionSpec, delta: DeltaSpec, ffn: FfnSpec) -> Shape:
+    """For CPUs: 16 layers, and a vocabulary that does not outweigh them."""
+    spec = _hybrid(name, 16, hidden, 32_768, attention, delta, ffn)
+    return Shape(spec, sections=(11, 11, 10, 0), first_special=32_700, first_thinking=32_724)
+
+
 _27B = _real("27b", 64, 5120, _gated(24, 4, 256, 64), DeltaSpec(16, 48, 128, 128, 4), FfnSpec(17_408))
 _35B = _real("35b-a3b", 40, 2048, _gated(16, 2, 256, 64), DeltaSpec(16, 32, 128, 128, 4), FfnSpec(0, 256, 8, 512, 512))
 SHAPES: dict[str, Shape] = {
     "qwen3.6-27b": _27B,
     "qwen3.6-35b-a3b": _35B,
+    "hybrid-1b": _small("1b", 2048, _gated(16, 4, 128, 64), DeltaSpec(16, 16, 128, 128, 4), FfnSpec(6144)),
+    "hybrid-2b-a0.3b": _small(
+        "2b-a0.3b", 1024, _gated(8, 2, 128, 64), DeltaSpec(8, 16, 128, 128, 4), FfnSpec(0, 64, 4, 512, 512)
+    ),
     "tiny": _tiny("tiny", FfnSpec(512)),
     "tiny-moe": _tiny("tiny-moe", FfnSpec(0, 8, 2, 256, 256)),
 }

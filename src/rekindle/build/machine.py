@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -16,12 +17,38 @@ VRAM_SHARE = 0.92
 
 
 def available_ram() -> int:
-    """Bytes that can be taken without pushing others out."""
+    """Bytes that can be allocated without swapping, and within the limits of the container."""
+    return min([_free_ram(), *cgroup_rooms(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))])
+
+
+def _free_ram() -> int:
     with open("/proc/meminfo") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def cgroup_rooms(root: Path, membership: Path) -> list[int]:
+    """Bytes below every memory limit that this process is under: of its control group and of those around it. Cached
+    files that are not in use count as free. Nothing where the system has no such limits (or those of version 1)."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return []
+    own = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    folders = [root / own, *(root / own).parents]
+    rooms = [_room_of(folder) for folder in folders if folder.is_relative_to(root)]
+    return [room for room in rooms if room is not None]
+
+
+def _room_of(group: Path) -> int | None:
+    try:
+        limit, used = (group / "memory.max").read_text(), int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None  # the outermost group, or a controller that is off
+    return None if limit.strip() == "max" else max(1, int(limit) - used + int(stat.get("inactive_file", 0)))
 
 
 def device_names(wanted: Sequence[str]) -> list[str]:
@@ -75,7 +102,7 @@ def shard_of(name: str) -> str:
 
 
 def is_elsewhere(shard: ShardSetting) -> bool:
-    """On another machine: all that is not started here, not a socket file and not loopback."""
+    """On another machine: reached by tcp, and not over loopback."""
     host = shard.endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     return shard.endpoint.startswith("tcp://") and host not in ("localhost", "::1") and not host.startswith("127.")
 
@@ -88,13 +115,13 @@ def _check_shards(names: Sequence[str], shards: Mapping[str, ShardSetting]) -> N
 
 
 def vram_by_name(vram: Sequence[int] | None, names: Sequence[str]) -> dict[str, int]:
-    """What each GPU of these devices is given: one size is for all of them, several are for one each, in order."""
+    """Bytes by GPU: one size is for all of them, several are for one each, in order."""
     if vram is None:
         return {}
     gpus = [name for name in names if device_of(name) != "cpu"]
     if not gpus:
-        told = ", ".join(map(show_bytes, vram))
-        raise BadConfig(f"--vram is {told}, but there is no GPU among the devices: {', '.join(names)}")
+        sizes = ", ".join(map(show_bytes, vram))
+        raise BadConfig(f"--vram is {sizes}, but there is no GPU among the devices: {', '.join(names)}")
     if len(vram) not in (1, len(gpus)):
         raise BadConfig(
             f"--vram gives {len(vram)} sizes, the number of GPUs is {len(gpus)}: {', '.join(gpus)}; "

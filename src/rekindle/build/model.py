@@ -1,4 +1,4 @@
-"""A model as its rooms see it: weights, tokenizer, template."""
+"""A model file opened: weights, tokenizer, template."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from rekindle.errors import BadConfig
 from rekindle.spec import ModelSpec
 from rekindle.text import ChatTemplate, Tokenizer
+from rekindle.text.tokenizer import read_text
 from rekindle.weights import WeightFile, open_weights
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """An opened model. Nothing is loaded yet: the weights are mapped."""
+    """An opened model. Nothing is loaded yet: the files are held open."""
 
     file: WeightFile
     tokenizer: Tokenizer
@@ -26,8 +27,12 @@ class Model:
 
     @property
     def name(self) -> str:
-        """What clients call it: the file's own name, without the folder."""
-        return self.file.path.stem if self.file.path.is_file() else self.file.path.name
+        return name_of(self.file)
+
+
+def name_of(file: WeightFile) -> str:
+    """What clients call a model: the file's own name, without the folder."""
+    return file.path.stem if file.path.is_file() else file.path.name
 
 
 def embedded_model() -> Path:
@@ -56,4 +61,4 @@ def open_model(path: Path | None) -> Model:
 
 
 def _names_template(config: Path) -> bool:
-    return config.exists() and '"chat_template"' in config.read_text()
+    return config.exists() and '"chat_template"' in read_text(config)

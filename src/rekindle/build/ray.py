@@ -21,8 +21,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rekindle import __version__
 from rekindle.build.machine import RAM_SHARE, VRAM_SHARE, available_ram, device_of
 from rekindle.build.model import open_weights_of
-from rekindle.build.shards import START_SECONDS, StageOrder, load_stage
+from rekindle.build.shards import START_SECONDS
+from rekindle.build.stage import StageConfig, load_stage
 from rekindle.errors import BadConfig
+from rekindle.kernels.native import set_threads
 from rekindle.placement import Device, Machine
 from rekindle.shards.ray_stage import ActorMaker, Message, RayStage, StageServant
 from rekindle.spec import Span
@@ -30,16 +32,18 @@ from rekindle.stages import Stage
 
 
 class StageActor:
-    """What runs on a node: one stage, loaded there. Its arguments are plain values, whatever version sent them."""
+    """Runs on a node: one stage, loaded there. Its arguments are plain values: another version may have sent them."""
 
-    def __init__(self, version: str, model: str | None, order: dict[str, Any], threads: int) -> None:
+    def __init__(self, version: str, model: str | None, config: dict[str, Any], threads: int) -> None:
         if version != __version__:
             raise BadConfig(f"this node has Rekindle {__version__}, the server {version}: install the same on both")
-        torch.set_num_threads(threads)
-        span = Span(**order.pop("span"))
-        wanted = StageOrder(span=span, **order)
+        set_threads(threads)
+        span = Span(**config.pop("span"))
+        wanted = StageConfig(span=span, **config)
         file = open_weights_of(Path(model) if model else None)
-        self._servant = StageServant(load_stage(file, wanted), wanted.terms(file.fingerprint()))
+        stage, terms = load_stage(file, wanted), wanted.terms(file.fingerprint())
+        file.files.check()  # the fingerprint is of the bytes that were loaded
+        self._servant = StageServant(stage, terms)
 
     def run(self, message: Message) -> Message:
         return self._servant.run(message)
@@ -91,23 +95,23 @@ class RayHosts:
                 devices.append(Device(name, "cuda", free, remote=remote))
         return Machine(tuple(devices), ram)
 
-    def start(self, names: Sequence[str], orders: Sequence[StageOrder]) -> None:
+    def start(self, names: Sequence[str], configs: Sequence[StageConfig]) -> None:
         """Actors start when they are connected to."""
 
-    def connect(self, name: str, order: StageOrder, fingerprint: str) -> Stage:
-        maker = ActorMaker(partial(self._start_actor, name, order), START_SECONDS)
-        return RayStage(name.partition("@")[2], order.terms(fingerprint), maker)
+    def connect(self, name: str, config: StageConfig, fingerprint: str) -> Stage:
+        maker = ActorMaker(partial(self._start_actor, name, config), START_SECONDS)
+        return RayStage(name.partition("@")[2], config.terms(fingerprint), maker)
 
     def stop(self) -> None:
         ray.shutdown()
 
-    def _start_actor(self, name: str, order: StageOrder) -> Any:
+    def _start_actor(self, name: str, config: StageConfig) -> Any:
         node = self._nodes[name.partition("@")[2].partition("#")[0]]
         gpu = device_of(name) != "cpu"
         # Soft: when the node is gone, any other with room takes the span.
         where = NodeAffinitySchedulingStrategy(node.id, soft=True)
         actor = ray.remote(StageActor).options(num_cpus=1, num_gpus=int(gpu), scheduling_strategy=where)
-        return actor.remote(__version__, self._model, asdict(order), self._threads)
+        return actor.remote(__version__, self._model, asdict(config), self._threads)
 
     def _ask(self, node: Node) -> dict[str, Any]:
         where = NodeAffinitySchedulingStrategy(node.id, soft=False)

@@ -1,33 +1,61 @@
-"""What the tensors of a file take once they are loaded."""
+"""Bytes that the tensors of a file take once they are loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import prod
 
 import torch
 
-from rekindle.kernels.matmul import kept_dtype
+from rekindle.kernels.matmul import cpu, kept_dtype
+from rekindle.kernels.matmul.dense import PLAIN
 from rekindle.kernels.matmul.packing import packed_bytes
 from rekindle.placement import Sizes, sizes_from_tensors
 from rekindle.weights import TensorInfo, WeightFile
 
 
 def loaded_sizes(file: WeightFile, dtype: torch.dtype) -> Sizes:
-    """In planes, or as values where no kernel reads a tensor's type so, as on any CPU."""
-    on_gpu, on_cpu = (_sizes(file, dtype, expanded) for expanded in (False, True))
-    mapped = file.tensors["token_embd.weight"].nbytes  # a CPU expands the rows it needs
-    return replace(on_gpu, expanded=replace(on_cpu, embedding=mapped))
+    """On a GPU in planes, on a CPU in lanes; as values where no kernel reads a tensor's type so."""
+    stored = file.tensors["token_embd.weight"].nbytes  # a CPU expands the rows it needs
+    of_cpu = _on_cpu if cpu_expands() else _in_lanes
+    on_cpu = replace(_sizes(file, lambda info: of_cpu(info, dtype)), embedding=stored, widest=0)
+    return replace(_sizes(file, lambda info: _on_gpu(info, dtype)), on_cpu=on_cpu)
 
 
-def _sizes(file: WeightFile, dtype: torch.dtype, expanded: bool) -> Sizes:
-    loaded = {name: (info.shape, _size(info, dtype, expanded)) for name, info in file.tensors.items()}
+def matrix_bytes(tensors: Iterable[TensorInfo], on_cpu: bool, dtype: torch.dtype) -> int:
+    """Of these tensors once they are loaded; vectors stay as they are."""
+    size = (_on_cpu if cpu_expands() else _in_lanes) if on_cpu else _on_gpu
+    return sum(info.nbytes if len(info.shape) != 2 else size(info, dtype) for info in tensors)
+
+
+def cpu_expands() -> bool:
+    """Without kernels in C a CPU multiplies with values."""
+    return not cpu.can_multiply()
+
+
+def _sizes(file: WeightFile, size: Callable[[TensorInfo], int]) -> Sizes:
+    """Vectors stay as they are."""
+    loaded = {
+        name: (info.shape, info.nbytes if len(info.shape) == 1 else size(info)) for name, info in file.tensors.items()
+    }
     return sizes_from_tensors(file.spec, loaded)
 
 
-def _size(info: TensorInfo, dtype: torch.dtype, expanded: bool) -> int:
-    if len(info.shape) == 1:
-        return info.nbytes
-    planes = None if expanded else packed_bytes(info.type, prod(info.shape))
-    kept = kept_dtype(info.type, torch.device("cpu" if expanded else "cuda"), dtype)
-    return max(info.nbytes, prod(info.shape) * kept.itemsize) if planes is None else planes
+def _on_gpu(info: TensorInfo, dtype: torch.dtype) -> int:
+    planes = packed_bytes(info.type, prod(info.shape))
+    return _values(info, torch.device("cuda"), dtype) if planes is None else planes
+
+
+def _on_cpu(info: TensorInfo, dtype: torch.dtype) -> int:
+    return _values(info, torch.device("cpu"), dtype)
+
+
+def _in_lanes(info: TensorInfo, dtype: torch.dtype) -> int:
+    names = {kept: name for name, kept in PLAIN.items()}
+    type = info.type if info.type in cpu.TYPES else names[dtype]
+    return prod(info.shape[:-2]) * cpu.nbytes(type, *info.shape[-2:])
+
+
+def _values(info: TensorInfo, device: torch.device, dtype: torch.dtype) -> int:
+    return max(info.nbytes, prod(info.shape) * kept_dtype(info.type, device, dtype).itemsize)

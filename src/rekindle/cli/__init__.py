@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import sys
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.logging import RichHandler
 
-from rekindle.cli import bench, cache, devices, generate, inspect, plan, replay, serve, shard
+from rekindle import __version__
+from rekindle.cli import bench, cache, devices, generate, inspect, launch, plan, replay, serve, shard
+from rekindle.cli.logs import log_as
+from rekindle.config import printable
 from rekindle.errors import RekindleError
 
 app = typer.Typer(
@@ -19,7 +20,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rekindle {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command("serve")(serve.serve)
+app.command("launch")(launch.launch)
 app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
@@ -30,12 +49,13 @@ app.add_typer(cache.app, name="cache")
 app.add_typer(shard.app, name="shard")
 
 
+LONGEST = 2000  # characters of an error: a file may quote itself at any length
+
+
 def main() -> None:
-    logging.basicConfig(
-        level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=Console(stderr=True), show_path=False)]
-    )
+    log_as("text")
     try:
         app()
     except RekindleError as error:
-        print(f"rekindle: {error}", file=sys.stderr)
+        print("rekindle:", printable(str(error)[:LONGEST], keep="\n"), file=sys.stderr)
         sys.exit(1)

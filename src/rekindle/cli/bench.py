@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from rekindle.bench.load import Client, Load, rows_of, run_load
+from rekindle.bench.load import Row as LoadRow
 from rekindle.bench.ops import Op, top_ops
 from rekindle.bench.speed import Report, run_bench
 from rekindle.bench.synth import SHAPES, shape_totals, write_synthetic
 from rekindle.build import Built
 from rekindle.build.probe import probe_device
 from rekindle.cli import options
-from rekindle.config import Config, show_bytes
+from rekindle.config import Config, printable, show_bytes
 from rekindle.errors import BadConfig
 
 
@@ -32,7 +37,8 @@ class RunUnlessNamed(TyperGroup):
 
 app = typer.Typer(
     cls=RunUnlessNamed,
-    help="Speed of a model here (`run`, the default: its options are in `bench run --help`); and synthetic models.",
+    help="Speed of a model here (`run`, the default: its options are in `bench run --help`), speed of a server as its "
+    "clients see it (`serve`), and synthetic models.",
 )
 
 
@@ -53,6 +59,83 @@ def synth(
     except OSError as error:
         raise BadConfig(f"{target} cannot be written: {error.strerror}") from error
     print(f"{target}: done")
+
+
+@app.command("serve")
+def serve(
+    url: Annotated[str, typer.Argument(help="An OpenAI-style server, such as http://127.0.0.1:8080.")],
+    prompt: Annotated[list[int] | None, typer.Option(help="Prompt tokens; may be given several times.")] = None,
+    answer: Annotated[int, typer.Option(help="Answer tokens; stop tokens do not end an answer.")] = 64,
+    requests: Annotated[int, typer.Option(help="Requests of every prompt length.")] = 4,
+    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 1,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests that begin per second, at random moments, however many run already.")
+    ] = None,
+    prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 0,
+    turns: Annotated[int, typer.Option(help="Requests of a conversation, each with all turns before it.")] = 1,
+    turn: Annotated[int, typer.Option(help="New tokens of every turn after the first.")] = 200,
+    again: Annotated[int, typer.Option(help="Times to send everything again, which shows what a cache gives.")] = 0,
+    intruder: Annotated[
+        int, typer.Option(help="Tokens of one more prompt, sent while the others are being answered; 0 sends none.")
+    ] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed sends the same prompts; any if left out, so that all are new.")
+    ] = None,
+    vocab: Annotated[int, typer.Option(help="Token ids are drawn below this.")] = 32_000,
+    lowest: Annotated[int, typer.Option(help="Token ids are drawn from here on.")] = 1_000,
+    model: Annotated[str | None, typer.Option(help="Model id, for servers that need one.")] = None,
+    token_ids: Annotated[
+        bool, typer.Option(help="Ask for the answer's token ids, on which a conversation goes on.")
+    ] = True,
+    api_key: Annotated[str | None, typer.Option(envvar="REKINDLE_API_KEY", help="For the server.")] = None,
+) -> None:
+    """Put load on a server and report what its clients see: a table for people, then one line of JSON.
+
+    First token: from the request sent to the first event with tokens. Gap: between two such events of one answer.
+    """
+    load = Load(
+        prompts=tuple(prompt or [512]),
+        answer=answer,
+        requests=requests,
+        concurrency=concurrency,
+        rate=rate,
+        prefix=prefix,
+        turns=turns,
+        turn=turn,
+        again=again,
+        intruder=intruder,
+        seed=random.SystemRandom().getrandbits(32) if seed is None else seed,
+        vocab=vocab,
+        lowest=lowest,
+    )
+    rows = rows_of(asyncio.run(run_load(Client(url, api_key, model, token_ids), load)))
+    Console().print(load_table(rows))
+    for row in rows:
+        if row.failure is not None:
+            Console(stderr=True).print(f"{row.what}: {row.failed} of {row.requests} failed: {row.failure}")
+    print(json.dumps({"seed": load.seed, "rows": [row.as_dict() for row in rows]}))
+    if any(row.failed for row in rows):
+        raise typer.Exit(1)
+
+
+def load_table(rows: Sequence[LoadRow]) -> Table:
+    table = Table("", "n", "first token", "last", "gap", "worst", "tok/s", "restored", "computed", box=None)
+    for row in rows:
+        table.add_row(
+            row.what,
+            str(row.requests - row.failed),
+            f"{row.first_p50:,.1f}…{row.first_worst:,.1f}",
+            f"{row.last_first:,.0f}",
+            f"{row.gap_p50:,.1f}…{row.gap_p99:,.1f}",
+            f"{row.gap_worst:,.1f}",
+            f"{row.decode:,.0f}",
+            f"{row.ram + row.disk:,}",
+            f"{row.computed:,}",
+        )
+    table.caption = (
+        "ms: first token (median…worst), last of the first tokens since the first request, gap (median…p99), worst gap"
+    )
+    return table
 
 
 @app.command("run")
@@ -82,6 +165,7 @@ def run(
         dtype=dtype,
         threads=threads,
         cache_ram=0,
+        draft="off",  # the table says what a step takes
     )
     built = options.load_with_progress(config)
     try:
@@ -116,7 +200,7 @@ def _show(report: Report, copy: float | None) -> None:
         share = "" if copy is None else f"{100 * row.share(copy):.0f} %"
         counts = map(str, (row.prompt, row.answer, row.sequences))
         table.add_row(*counts, f"{row.prefill:,.1f}", f"{row.decode:,.1f}", show_bytes(round(row.traffic)), share)
-    Console().print(f"[bold]{report.model}[/bold] on {report.device}")
+    Console().print(f"[bold]{escape(printable(report.model))}[/bold] on {report.device}")
     Console().print(table)
 
 

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from rekindle.config import parse_bytes, show_bytes
+from rekindle.config import parse_bytes, printable, show_bytes, snapshot_folder
 from rekindle.errors import BadConfig
-from rekindle.snapshots.about import told
+from rekindle.snapshots.about import in_words
 from rekindle.snapshots.tools import (
     SnapshotInfo,
     export_chain,
@@ -28,36 +29,42 @@ from rekindle.snapshots.tools import (
 
 app = typer.Typer(help="Snapshots on disk: list, show, verify, prune, export, import.", no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Argument(help="The folder given to `rekindle serve --cache-dir`.")]
+Folder = Annotated[
+    Path | None,
+    typer.Option("--cache-dir", help="The folder given to `rekindle serve --cache-dir`; your own if left out there."),
+]
 Id = Annotated[str, typer.Argument(help="A snapshot's id, or the beginning of it.")]
-WHICH = "name the one that was given to `rekindle serve --cache-dir`"
+WHICH = "nothing was saved there yet, or --cache-dir has to name the one that `rekindle serve` was given"
 SHOWN = 10  # characters of an id in a list
 LISTED = 20  # snapshots of one model and its settings, unless all are asked for
 
 
 @app.command("list")
 def list_command(
-    folder: Folder,
+    folder: Folder = None,
     whole: Annotated[
         bool, typer.Option("--all", help=f"Also those that were used before the latest {LISTED} of a model.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs; all of them.")] = False,
 ) -> None:
     """The snapshots, the most recently used first. A server may be using the folder."""
-    found = list_snapshots(_existing(folder))
+    place = _existing(folder)
+    found = list_snapshots(place)
     if as_json:
         print(json.dumps([{name: getattr(info, name) for name in SnapshotInfo.__slots__} for info in found]))
         return
     if not found:
         print(
-            f"{folder} has no snapshots: none was saved there yet, or `rekindle serve --cache-dir` names another folder"
+            f"{place} has no snapshots: none was saved there yet, or `rekindle serve --cache-dir` names another folder"
         )
         return
     out = Console()
     for fingerprint in dict.fromkeys(info.fingerprint for info in found):
         alike = [info for info in found if info.fingerprint == fingerprint]
-        about = told(alike[0].about) or f"{fingerprint[:SHOWN]}, of which nothing says what model and settings it was"
-        out.print(f"{about}:", highlight=False, markup=False)
+        about = (
+            in_words(alike[0].about) or f"{fingerprint[:SHOWN]}, of which nothing says what model and settings it was"
+        )
+        out.print(f"{printable(about)}:", highlight=False, markup=False)
         out.print(_table(alike if whole else alike[:LISTED]))
         if len(alike) > LISTED and not whole:
             out.print(f"and {len(alike) - LISTED:,} that were used before these; --all lists them", highlight=False)
@@ -67,19 +74,36 @@ def list_command(
 
 def _table(alike: list[SnapshotInfo]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("id", "tokens", "kind", "conversation", "used", "own", "with pages"):
-        table.add_column(name, no_wrap=True, justify="left" if name in ("id", "kind", "conversation") else "right")
+    owned = any(info.namespace for info in alike)
+    for name in (
+        "id",
+        "tokens",
+        "kind",
+        *(["name space"] if owned else []),
+        "conversation",
+        "used",
+        "own",
+        "with pages",
+    ):
+        words = name in ("id", "kind", "name space", "conversation")
+        table.add_column(name, no_wrap=True, justify="left" if words else "right")
     for info in alike:
         table.add_row(
-            info.id[:SHOWN],
+            _cell(info.id[:SHOWN]),
             f"{info.position:,}",
-            info.kind,
-            (info.conversation or "")[:SHOWN],
+            _cell(info.kind),
+            *([_cell(info.namespace)] if owned else []),
+            _cell((info.conversation or "")[:SHOWN]),
             _ago(time.time() - info.used),
             show_bytes(info.own_bytes),
             show_bytes(info.total_bytes),
         )
     return table
+
+
+def _cell(text: str) -> Text:
+    """Text from a manifest, which a foreign file may hold."""
+    return Text(printable(text))
 
 
 def _ago(seconds: float) -> str:
@@ -91,8 +115,8 @@ def _ago(seconds: float) -> str:
 
 @app.command("show")
 def show_command(
-    folder: Folder,
     id: Id,
+    folder: Folder = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="The manifest as it is on disk: every tensor, page, chunk and token id.")
     ] = False,
@@ -103,12 +127,13 @@ def show_command(
         print(json.dumps(manifest, indent=2))
         return
     for name, value in _summary(manifest):
-        print(f"{name:<14}{value}")
+        print(f"{name:<14}{printable(str(value))}")
     print("--json shows the whole manifest")
 
 
 def _summary(manifest: dict[str, Any]) -> Iterator[tuple[str, object]]:
     yield from ((name, manifest[name]) for name in ("id", "fingerprint", "kind", "conversation"))
+    yield "name space", manifest.get("namespace", "the common one")
     yield "saved", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved"]))
     yield "tokens", f"{manifest['position']:,} ({_computed(manifest['stretches'])}; grid {manifest['grid']})"
     yield "pages", f"{len(manifest['pages']):,}; in one {' and '.join(map(_tensors, _alike(manifest['page_rows'])))}"
@@ -142,41 +167,56 @@ def _tensors(alike: list[dict[str, Any]]) -> str:
 
 
 @app.command("verify")
-def verify_command(folder: Folder) -> None:
+def verify_command(folder: Folder = None) -> None:
     """Read every byte and compare it with its checksum; fails if one is not as it was written."""
     findings = verify_snapshots(_existing(folder))
     faulty = [finding for finding in findings if finding.fault is not None]
     for finding in faulty:
-        print(f"{finding.id[:SHOWN]}  {finding.fault}")
+        print(printable(f"{finding.id[:SHOWN]}  {finding.fault}"))
     print(f"{len(findings)} snapshots, {len(faulty)} faulty")
     if faulty:
         raise typer.Exit(1)
 
 
 @app.command("prune")
-def prune_command(folder: Folder, size: Annotated[str, typer.Option(help="What may be left, such as 4GiB.")]) -> None:
+def prune_command(
+    size: Annotated[str, typer.Option(help="What may be left, such as 4GiB.")], folder: Folder = None
+) -> None:
     """Remove the snapshots that were not used for longest, until no more than SIZE is left."""
     pruned = prune_snapshots(_existing(folder), parse_bytes(size, "--size"))
     print(f"{len(pruned.removed)} snapshots removed, {show_bytes(pruned.freed)} freed, {show_bytes(pruned.left)} left")
 
 
 @app.command("export")
-def export_command(folder: Folder, id: Id, target: Annotated[Path, typer.Argument(help="The tar file.")]) -> None:
+def export_command(
+    id: Id, target: Annotated[Path, typer.Argument(help="The tar file.")], folder: Folder = None
+) -> None:
     """Write a snapshot and all shorter ones on its way into one file, to be imported elsewhere."""
     ids = export_chain(_existing(folder), id, target)
     print(f"{len(ids)} snapshots in {target}, {show_bytes(target.stat().st_size)}")
 
 
 @app.command("import")
-def import_command(folder: Folder, source: Annotated[Path, typer.Argument(help="A tar file of `export`.")]) -> None:
+def import_command(
+    source: Annotated[Path, typer.Argument(help="A tar file of `export`.")], folder: Folder = None
+) -> None:
     """Take in an exported file; every checksum is verified first."""
     if not source.is_file():
         raise BadConfig(f"there is no file {source}")
-    ids = import_chain(folder, source)
+    ids = import_chain(_named(folder), source)
     print(f"{len(ids)} snapshots taken in")
 
 
-def _existing(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise BadConfig(f"there is no folder {folder}; {WHICH}")
-    return folder
+def _named(folder: Path | None) -> Path:
+    """The one that is named, or where a server keeps snapshots that was told no folder."""
+    place = folder or snapshot_folder()
+    if place is None:
+        raise BadConfig(f"you have no home, and so no folder of your own; {WHICH}")
+    return place
+
+
+def _existing(folder: Path | None) -> Path:
+    place = _named(folder)
+    if not place.is_dir():
+        raise BadConfig(f"there is no folder {place}; {WHICH}")
+    return place

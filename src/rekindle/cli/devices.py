@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rekindle.build import available_ram, device_names, make_machine, open_model, plan_model, probe_device, speeds
 from rekindle.cli import options
-from rekindle.config import Config, show_bytes
+from rekindle.config import Config, printable, show_bytes
 from rekindle.errors import DoesNotFit
 
 
@@ -29,7 +29,7 @@ def devices(
     """
     out = Console()
     names = _all_devices()
-    table = Table("device", "is", "memory free", "of", "copies", "multiplies", box=None, pad_edge=False)
+    table = Table("device", "is", "memory free", "of", "copies", "link", "multiplies", box=None, pad_edge=False)
     for name in names:
         found = probe_device(name, fresh)
         free, total = _memory(name)
@@ -39,6 +39,7 @@ def devices(
             show_bytes(free),
             show_bytes(total),
             f"{found.copy / 1e9:.1f} GB/s",
+            f"{found.link / 1e9:.1f} GB/s" if found.link else "",
             f"{found.matrix / 1e12:.3f} TFLOP/s",
         )
     out.print(table)
@@ -54,7 +55,7 @@ def _show_spans(out: Console, names: list[str], config: Config) -> None:
     try:
         plan = plan_model(config, open_model(config.model), make_machine(names, None, None, (), speeds(names, ())))
     except DoesNotFit as error:
-        out.print(f"  does not fit: {error}", highlight=False)
+        out.print(f"  does not fit: {printable(str(error))}", highlight=False, markup=False)
         return
     for stage in plan.stages:
         size = f"{show_bytes(stage.total)} of {show_bytes(stage.device.budget)}"

@@ -12,7 +12,7 @@ import typer
 
 from rekindle.build import Built
 from rekindle.cli import options
-from rekindle.config import Config
+from rekindle.config import Config, printable
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
 from rekindle.errors import BadConfig
 from rekindle.prompt import Prompt
@@ -29,18 +29,22 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="What to say; read from standard input if left out.")] = None,
     raw: Annotated[bool, typer.Option(help="Continue the text instead of answering it as a message.")] = False,
     max_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int = 0,
+    temperature: Annotated[
+        float, typer.Option(help="How random the draws are; 0 always takes the likeliest token.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that make up this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many of the likeliest tokens; 0: from all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random draws.")] = 0,
     devices: options.Devices = "auto",
     split: options.Split = "auto",
     context: options.Context = None,
     dtype: options.Dtype = None,
+    draft: options.Draft = options.DRAFT,
+    drafter: options.Drafter = None,
     threads: options.Threads = None,
 ) -> None:
     """Answer one prompt. A single argument that is no file is the prompt, for the embedded model."""
-    path, prompt = told_apart(model, prompt)
+    path, prompt = split_arguments(model, prompt)
     text = prompt if prompt is not None else sys.stdin.read()
     built = options.load_with_progress(
         Config(
@@ -50,6 +54,8 @@ def generate(
             context=context,
             sequences=1,
             dtype=dtype,
+            draft=draft,
+            drafter=drafter,
             threads=threads,
         )
     )
@@ -60,8 +66,8 @@ def generate(
         built.stop()
 
 
-def told_apart(first: str | None, second: str | None) -> tuple[Path | None, str | None]:
-    """Model and prompt of one or two arguments. A word that names a file, and finds none, is no prompt."""
+def split_arguments(first: str | None, second: str | None) -> tuple[Path | None, str | None]:
+    """Model and prompt from one or two arguments. A single word that looks like a file, and is none, is an error."""
     if first is None or second is not None or os.path.exists(first):
         return Path(first) if first is not None else None, second
     if len(first.split()) == 1 and (first.endswith(MODEL_ENDINGS) or first.startswith(PATH_BEGINNINGS)):
@@ -86,16 +92,16 @@ def _answer(built: Built, prompt: Prompt, sampling: Sampling, max_tokens: int) -
     while True:
         match events.get():
             case Token(token=token):
-                print(detokenizer.push(token), end="", flush=True)
+                print(printable(detokenizer.push(token), keep="\n\t"), end="", flush=True)
             case Failed(error=error):
                 raise error
             case Finished() as finished:
-                print(detokenizer.finish())
-                _tell(finished)
+                print(printable(detokenizer.finish(), keep="\n\t"))
+                _print_timings(finished)
                 return
 
 
-def _tell(finished: Finished) -> None:
+def _print_timings(finished: Finished) -> None:
     t, count = finished.timings, finished.completion_tokens
     speed = (count - 1) / t.decode if count > 1 and t.decode > 0 else 0.0
     print(

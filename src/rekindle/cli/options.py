@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rekindle.build import RAM_SHARE, VRAM_SHARE, Built, build_engine
+from rekindle.api import ModelHost
+from rekindle.build import RAM_SHARE, VRAM_SHARE, Built, ConfiguredModel, build_engine
 from rekindle.config import Config, parse_bytes, show_bytes
 from rekindle.errors import BadConfig
 
@@ -20,13 +23,20 @@ Devices = Annotated[
     str,
     typer.Option(help="Devices in pipeline order: cpu, cuda:0, 'cuda:0,cpu', 'cuda:0,hip:0@SHARD', or auto."),
 ]
-Split = Annotated[str, typer.Option(help="Layers per device: '20,20', weights '0.5,0.5', or auto.")]
+Split = Annotated[str, typer.Option(help="Layers per device: '20,20', shares '0.5,0.5', or auto, by memory and speed.")]
 Context = Annotated[
     int | None, typer.Option(help="Tokens of prompt and answer together; the model's own limit if left out.")
 ]
 Sequences = Annotated[int, typer.Option(help="Requests that run at the same time.")]
 SEQUENCES = Config().sequences
-Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
+CacheRam = Annotated[
+    str | None,
+    typer.Option(
+        help="RAM for snapshots; if left out half of what the plan leaves, and at least two sequences' at the "
+        "context limit where there is so much."
+    ),
+]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; torch's own choice if left out.")]
 Vram = Annotated[
     str | None,
     typer.Option(
@@ -42,14 +52,35 @@ Ram = Annotated[
     ),
 ]
 Dtype = Annotated[
-    str | None, typer.Option(help="Activations: float32 (on a CPU, or for float16 weights) or bfloat16 (GPU).")
+    str | None,
+    typer.Option(help="float32 or bfloat16, of activations; if left out float32 on a CPU or for float16 weights."),
 ]
-Grid = Annotated[int | None, typer.Option(help="Prefill chunk in tokens: 512 on a CPU, 2048 on a GPU if left out.")]
+Grid = Annotated[int | None, typer.Option(help="Tokens of a prefill chunk; if left out 512 on a CPU, 2048 on a GPU.")]
 KvMode = Annotated[
-    str, typer.Option(help="exact: every page counts; sparse: at most the pool, and the response says so.")
+    str,
+    typer.Option(
+        help="exact: attention over the whole context; sparse: over no more than the KV pool, and the response says so."
+    ),
 ]
-KvPolicy = Annotated[str, typer.Option(help="Which pages sparse mode attends: qk or lru.")]
-KvType = Annotated[str | None, typer.Option(help="KV pages: f32, bf16, f16 or q8.")]
+KvPolicy = Annotated[
+    str, typer.Option(help="Which KV pages sparse mode attends to: qk (the likeliest to matter) or lru (the latest).")
+]
+KvType = Annotated[
+    str | None, typer.Option(help="Type of the KV cache: f32, bf16, f16 or q8; chosen by --dtype if left out.")
+]
+
+Draft = Annotated[
+    str,
+    typer.Option(
+        help="What proposes tokens for the model to verify, several in one step; the answer has the same tokens. "
+        "lookup: what followed the last tokens when they stood in the prompt or the answer before; dflash: the model "
+        "of --drafter; off: nothing; auto: both with --drafter, else lookup where all stages are CPUs of this process."
+    ),
+]
+DRAFT = Config().draft
+Drafter = Annotated[
+    Path | None, typer.Option(help="A DFlash drafter for this model: a GGUF file, or a folder with safetensors.")
+]
 
 
 def size(text: str | None, option: str) -> int | None:
@@ -57,7 +88,7 @@ def size(text: str | None, option: str) -> int | None:
 
 
 def sizes(text: str | None, option: str) -> tuple[int, ...] | None:
-    """One, or several with commas between."""
+    """One size, or several separated by commas."""
     try:
         return None if text is None else tuple(parse_bytes(part, option) for part in text.split(","))
     except BadConfig as error:
@@ -69,7 +100,23 @@ def names(devices: str) -> tuple[str, ...]:
 
 
 def load_with_progress(config: Config) -> Built:
-    """Build the engine while bars show how far the weights are and, at a first start on a GPU, the kernels."""
+    """Build the engine while bars show how far it is."""
+    with _bars() as (show_weights, show_kernels):
+        return build_engine(config, show_weights, show_kernels)
+
+
+def start_with_progress(host: ModelHost, first: ConfiguredModel) -> None:
+    """The same for the first model of a server."""
+    with _bars() as (first.on_progress, first.on_kernels):
+        host.start()
+
+
+Show = Callable[[int, int], None]  # done, in all
+
+
+@contextmanager
+def _bars() -> Iterator[tuple[Show, Show]]:
+    """One for the weights and, at a first start on a GPU, one for the kernels."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         weights = progress.add_task("loading", total=None, amount="")
@@ -81,4 +128,4 @@ def load_with_progress(config: Config) -> Built:
         def show_kernels(done: int, total: int) -> None:
             progress.update(kernels, completed=done, total=total, amount=f"{done} of {total}", visible=True)
 
-        return build_engine(config, show_weights, show_kernels)
+        yield show_weights, show_kernels

@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rekindle.bench.replay import OwnServer, Row, Server, Sizes, Total, own_session, read_session
+from rekindle.bench.conversations import Sizes, own_session, read_session
+from rekindle.bench.replay import OwnServer, Row, Server, Total
 from rekindle.bench.replay import replay as run_replay
 
 COLUMNS = ("conversation", "turn", "sent", "RAM", "disk", "computed", "unseen", "first token")

@@ -5,98 +5,202 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
-import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
+from ipaddress import ip_address
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 import uvicorn
 from rich.console import Console
+from rich.markup import escape
+from starlette.concurrency import run_in_threadpool
 
-from rekindle.build import Built, build_app
+from rekindle.api import Guard, Keys, ModelHost, create_app
+from rekindle.api.connections import guarded_protocol
+from rekindle.api.request_log import write_line
+from rekindle.api.traces import Traces
+from rekindle.build import Preset, TextOptions, check_drafter, make_sources, own_cache_folder, read_presets, shared_ram
 from rekindle.cli import options
-from rekindle.config import Config, parse_bytes, parse_shards
+from rekindle.cli.logs import log_as
+from rekindle.cli.server import Server, listen, stop_signals
+from rekindle.config import Config, parse_bytes, parse_shards, printable
 from rekindle.errors import BadConfig
 
 log = logging.getLogger("rekindle")
 
-PATIENCE = 3.0  # seconds after the last event for clients that neither read it nor send the rest of a request
+KEY_VARIABLE = "REKINDLE_API_KEY"
+DEFAULTS, GUARD = Config(), Guard()
 
 
 def serve(
-    model: options.ModelPath = None,
+    models: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="MODEL",
+            show_default=False,
+            help="GGUF files or Hugging Face folders; the embedded model if left out. A request's model field chooses.",
+        ),
+    ] = None,
+    presets: Annotated[
+        Path | None,
+        typer.Option("--models", help="TOML file of several models, each with options (docs/operations.md)."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8080,
     devices: options.Devices = "auto",
     split: options.Split = "auto",
     context: options.Context = None,
     sequences: options.Sequences = options.SEQUENCES,
-    queue: Annotated[int, typer.Option(help="Requests that may wait for a place.")] = 256,
+    queue: Annotated[int, typer.Option(help="Most requests that wait; further ones are refused.")] = DEFAULTS.queue,
     grid: options.Grid = None,
+    max_gap: Annotated[
+        int,
+        typer.Option(
+            help="On GPUs: milliseconds that answers may pause for a chunk of another request's prompt (a target)."
+        ),
+    ] = DEFAULTS.max_gap,
     dtype: options.Dtype = None,
     kv_type: options.KvType = None,
     kv_mode: options.KvMode = "exact",
     kv_policy: options.KvPolicy = "qk",
+    draft: options.Draft = options.DRAFT,
+    drafter: options.Drafter = None,
     pool: Annotated[
-        int | None, typer.Option(help="Tokens of KV on every device; decided by the plan if left out.")
+        int | None, typer.Option(help="Tokens of KV cache on every device; the plan decides if left out.")
     ] = None,
     vram: options.Vram = None,
     ram: options.Ram = None,
-    cache_ram: Annotated[str, typer.Option(help="RAM for snapshots.")] = "2GiB",
-    cache_dir: Annotated[Path | None, typer.Option(help="Folder for snapshots that survive a restart.")] = None,
-    cache_disk: Annotated[str, typer.Option(help="Disk for snapshots.")] = "16GiB",
+    cache_ram: options.CacheRam = None,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that keeps snapshots, and so people's prompts, across restarts; if left out "
+            "~/.cache/rekindle/snapshots, readable by you only."
+        ),
+    ] = None,
+    no_cache_dir: Annotated[bool, typer.Option("--no-cache-dir", help="Keep no snapshots on disk.")] = False,
+    cache_disk: Annotated[
+        str | None,
+        typer.Option(
+            help="Disk space that snapshots of this model may take; if left out a quarter of what is free, "
+            "64GiB at most."
+        ),
+    ] = None,
     threads: options.Threads = None,
     shard: Annotated[
         list[str],
         typer.Option(
-            help="NAME=COMMAND starts a shard, such as lab='rekindle shard MODEL', and starts it again if it dies; "
-            "NAME=ipc:///path or NAME=tcp://host:port is one that runs already. --devices names it behind an @."
+            help="A process that hosts layers. NAME=COMMAND starts one, such as lab='rekindle shard MODEL', and "
+            "restarts it if it dies; NAME=ipc:///path or NAME=tcp://host:port is one that runs already. "
+            "--devices names its devices with @NAME, such as cpu@lab."
         ),
     ] = [],  # noqa: B006
     shard_memory: Annotated[
-        list[str], typer.Option(help="NAME=16GiB: what each device of the shard may use; needed for other machines.")
+        list[str], typer.Option(help="NAME=16GiB: memory to use of each device of the shard; needed on other machines.")
     ] = [],  # noqa: B006
-    shard_key: Annotated[list[str], typer.Option(help="NAME=FILE: the shard's public key.")] = [],  # noqa: B006
-    link_key: Annotated[Path | None, typer.Option(help="This server's key pair for links to other machines.")] = None,
+    shard_key: Annotated[
+        list[str], typer.Option(help="NAME=FILE: the shard's public key, made by `rekindle shard keygen`.")
+    ] = [],  # noqa: B006
+    link_key: Annotated[
+        Path | None, typer.Option(help="This server's own key pair, for links to shards on other machines.")
+    ] = None,
     ray: Annotated[
-        str | None, typer.Option(help="Put the stages on the nodes of a Ray cluster: its address, or auto.")
+        str | None, typer.Option(help="Address of a Ray cluster, or auto: its nodes host all layers.")
     ] = None,
     replicas: Annotated[
-        int, typer.Option(help="Divide the devices among so many whole models; a request goes where its prefix is.")
+        int,
+        typer.Option(
+            help="Copies of the model, each on its part of the devices; a request goes to the one that has its prefix."
+        ),
     ] = 1,
     audit: Annotated[
-        int, typer.Option(help="Check one in so many restores against a cold run, in idle time; 0 checks none.")
+        int,
+        typer.Option(
+            help="Check every n-th restored snapshot against a computation from scratch, in idle time; 0 checks none."
+        ),
     ] = 0,
-    api_key: Annotated[str | None, typer.Option(envvar="REKINDLE_API_KEY", help="Ask clients for this key.")] = None,
-    name: Annotated[str | None, typer.Option(help="Model id shown to clients.")] = None,
-    normalise: Annotated[bool, typer.Option(help="Leave out lines that clients change on each call.")] = True,
-    remember_turns: Annotated[bool, typer.Option(help="Keep the model's own turns in the tokens it wrote.")] = True,
-    prepare_next: Annotated[bool, typer.Option(help="Prepare the next prompt's state after an answer.")] = True,
+    api_key: Annotated[str | None, typer.Option(envvar=KEY_VARIABLE, help="Key that clients must send.")] = None,
+    api_keys: Annotated[
+        Path | None, typer.Option(help="TOML file of named keys, each with a name space and limits (docs/security.md).")
+    ] = None,
+    insecure: Annotated[bool, typer.Option(help="Allow other machines without a key.")] = False,
+    allow_host: Annotated[
+        list[str],
+        typer.Option(
+            help="Host name under which clients reach this server, besides localhost and IP addresses; repeatable."
+        ),
+    ] = [],  # noqa: B006
+    allow_origin: Annotated[
+        list[str],
+        typer.Option(
+            help="Origin of web pages that may use this server, such as https://chat.example.org; repeatable."
+        ),
+    ] = [],  # noqa: B006
+    max_body: Annotated[str, typer.Option(help="Largest request body.")] = f"{GUARD.max_body >> 20}MiB",
+    max_connections: Annotated[int, typer.Option(help="Connections at one time.")] = 512,
+    header_timeout: Annotated[float, typer.Option(help="Seconds for a request's headers to arrive.")] = 15.0,
+    body_timeout: Annotated[float, typer.Option(help="Seconds for a request's body to arrive.")] = GUARD.body_seconds,
+    drain: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that running answers get to finish after SIGTERM or SIGHUP; after Ctrl-C they get none."
+        ),
+    ] = 5.0,
+    log_format: Annotated[
+        str, typer.Option(help="How the log is written: text or json, one line per request.")
+    ] = "text",
+    otlp: Annotated[
+        str | None,
+        typer.Option(help="Send OpenTelemetry traces to this collector (OTLP over HTTP), e.g. http://localhost:4318."),
+    ] = None,
+    idle_unload: Annotated[
+        float | None,
+        typer.Option(help="Unload a model that nobody has used for this many seconds; the next request loads it."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Model id shown to clients; the file's name if left out.")] = None,
+    normalise: Annotated[
+        bool,
+        typer.Option(
+            help="Remove lines of system prompts that clients change on each call: they would end every shared prefix."
+        ),
+    ] = True,
+    remember_turns: Annotated[
+        bool,
+        typer.Option(
+            help="When a client sends an answer back, use the token ids that the model wrote, not a new tokenization."
+        ),
+    ] = True,
+    prepare_next: Annotated[
+        bool, typer.Option(help="After an answer, prepare the state for the prompt that its client will send next.")
+    ] = True,
 ) -> None:
-    """Serve a model over HTTP, in the dialects that agents speak."""
+    """Serve models over HTTP: OpenAI's, Anthropic's and Ollama's APIs, and a chat page."""
+    log_as(log_format)
     config = Config(
-        model=model,
         devices=options.names(devices),
         split=split,
         context=context,
         sequences=sequences,
         grid=grid,
+        max_gap=max_gap,
         queue=queue,
         dtype=dtype,
         kv_type=kv_type,
         kv_mode=kv_mode,
         kv_policy=kv_policy,
+        draft=draft,
+        drafter=drafter,
         pool=pool,
         vram=options.sizes(vram, "--vram"),
         ram=options.size(ram, "--ram"),
-        cache_ram=parse_bytes(cache_ram, "--cache-ram"),
-        cache_dir=cache_dir,
-        cache_disk=parse_bytes(cache_disk, "--cache-disk"),
+        cache_ram=options.size(cache_ram, "--cache-ram"),
+        cache_dir=_cache_dir(cache_dir, no_cache_dir),
+        cache_disk=options.size(cache_disk, "--cache-disk"),
         threads=threads,
         shards=parse_shards(shard, shard_memory, shard_key),
         link_key=link_key,
@@ -104,87 +208,107 @@ def serve(
         replicas=replicas,
         audit=audit,
     )
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # while loading, what has started is stopped
-    listener = _listen(host, port)
-    built = options.load_with_progress(config)
+    guard = Guard(
+        keys=_keys(api_key, api_keys),
+        hosts=tuple(allow_host),
+        origins=tuple(allow_origin),
+        max_body=parse_bytes(max_body, "--max-body"),
+        body_seconds=body_timeout,
+    )
+    if idle_unload is not None and idle_unload <= 0:
+        raise BadConfig(f"--idle-unload {idle_unload:g}: must be above 0 seconds")
+    if drain < 0:
+        raise BadConfig(f"--drain {drain:g}: must be 0 or more seconds")
+    os.environ.pop(KEY_VARIABLE, None)  # processes started from here do not need it
+    _check_exposure(host, guard.keys, insecure)
+    protocol = guarded_protocol(max_connections, header_timeout)
+    for number in stop_signals():
+        signal.signal(number, lambda number, frame: sys.exit(0))  # while loading; `finally` stops what has started
+    listener = listen(host, port)
+    spaces = frozenset(guard.keys.namespaces if guard.keys is not None else {""})
+    text = TextOptions(normalise, remember_turns, prepare_next, spaces)
+    sources = make_sources(_presets(config, models or [], presets, name), text)
+    served = ModelHost(sources, idle_unload)
+    traces = Traces(otlp) if otlp is not None else None
     try:
-        app = build_app(
-            built,
-            api_key=api_key,
-            name=name,
-            normalise=normalise,
-            remember_turns=remember_turns,
-            prepare_next=prepare_next,
-        )
-        # All that is there now stays: the collector would look through it again and again while the token loop waits.
+        options.start_with_progress(served, sources[0])
+        app = create_app(served, guard, listeners=(write_line, *([traces] if traces is not None else [])))
+        asyncio.run(run_in_threadpool(int))  # imports modules that the first request would else import
+        # All objects so far stay; without freeze each collection would walk through them while the token loop waits.
         gc.collect()
         gc.freeze()
+        # The token loop and the HTTP side share one interpreter lock; its default interval, 5 ms, is three tokens long.
+        sys.setswitchinterval(0.0005)
         address, port = listener.getsockname()[:2]
-        listener.listen()  # from the greeting on, nobody is refused
-        _greet(built, address, port, name or built.model.name, api_key is not None)
-        _Server(uvicorn.Config(app, log_level="warning"), built, cache_dir is not None).run(sockets=[listener])
+        listener.listen()  # before the greeting, so that a client that reads it is not refused
+        _greet(served, address, port, guard.keys is not None)
+        settings = uvicorn.Config(app, log_level="warning", http=protocol, ws="none", server_header=False)
+        Server(settings, served, config.cache_dir is not None, drain).run(sockets=[listener])
     finally:
-        built.stop()
+        served.stop()
+        if traces is not None:
+            traces.close()
 
 
-class _Server(uvicorn.Server):
-    """At the first signal the answers under way end, and it stops in good order; a second ends the process at once."""
-
-    def __init__(self, config: uvicorn.Config, built: Built, keeps_snapshots: bool) -> None:
-        super().__init__(config)
-        self._built = built
-        self._keeps_snapshots = keeps_snapshots
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """uvicorn would hand each signal on once it has stopped, as the end of a process that still has to save."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._stop)
-        yield
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        for other in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(other, signal.SIG_DFL)
-        self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        written = ", snapshots are written" if self._keeps_snapshots else ""
-        log.info("stopping: answers under way end here%s; Ctrl-C again leaves at once", written)
-        self._built.end_requests()
-        hanging_up = asyncio.create_task(self._hang_up())
-        await super().shutdown(sockets)
-        hanging_up.cancel()
-
-    async def _hang_up(self) -> None:
-        """A step under way may take longer than our patience with clients, which begins when they have been told."""
-        await asyncio.to_thread(self._built.wait_for_end)
-        await asyncio.sleep(PATIENCE)
-        for connection in self.server_state.connections:
-            connection.transport.abort()
+def _presets(config: Config, models: Sequence[Path], file: Path | None, name: str | None) -> list[Preset]:
+    if file is not None:
+        if models or name is not None:
+            raise BadConfig(f"--models {file} names the models and their ids; leave out MODEL and --name")
+        return read_presets(file, config)
+    if name is not None and len(models) > 1:
+        raise BadConfig(f"--name is for one model, there are {len(models)}; a --models file gives each its own")
+    check_drafter(config, len(models))
+    config = shared_ram(config, max(1, len(models)))
+    paths: Sequence[Path | None] = models or [None]
+    return [Preset(replace(config, model=path), name) for path in paths]
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Take the port before minutes of loading, so that a taken one is said at once."""
-    if not 0 <= port <= 65535:
-        raise BadConfig(f"--port {port}: a port is a number up to 65535, or 0 for any that is free")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
+def _cache_dir(given: Path | None, none: bool) -> Path | None:
+    if given is not None and none:
+        raise BadConfig(f"--cache-dir {given} and --no-cache-dir exclude each other")
+    return given if given is not None or none else own_cache_folder()
+
+
+def _keys(api_key: str | None, api_keys: Path | None) -> Keys | None:
+    if api_key is not None and api_keys is not None:
+        raise BadConfig("--api-key and --api-keys exclude each other: give that key a name in the file")
+    if api_keys is not None:
+        return Keys.read(api_keys)
+    return Keys.single(api_key) if api_key is not None else None
+
+
+def _check_exposure(host: str, keys: Keys | None, insecure: bool) -> None:
+    """Serving other machines needs a key, or --insecure."""
+    if keys is not None or _is_loopback(host):
+        return
+    if insecure:
+        log.warning("everybody who reaches %s may use this server: no key is asked for (--insecure)", host)
+    else:
         raise BadConfig(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another with --host or --port"
-        ) from error
-    return listener
+            f"--host {host} serves other machines, and no key is asked for: set --api-key or --api-keys, "
+            "or say --insecure where everybody who reaches this address may use it"
+        )
 
 
-def _greet(built: Built, host: str, port: int, name: str, locked: bool) -> None:
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _greet(models: ModelHost, host: str, port: int, locked: bool) -> None:
     key, header = ("THE_KEY", " -H 'authorization: Bearer THE_KEY'") if locked else ("any", "")
+    host = "localhost" if ip_address(host).is_unspecified else host
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     headers = f"-H 'content-type: application/json'{header}"
     out = Console(soft_wrap=True)
-    out.print(f"\n[bold]Rekindle[/bold] serves [bold]{name}[/bold], context {built.context:,} tokens", highlight=False)
+    first, *others = [slot.source.settings for slot in models.slots]
+    shown = escape(printable(first.models[0]))
+    out.print(f"\n[bold]Rekindle[/bold] serves [bold]{shown}[/bold], context {first.context:,} tokens", highlight=False)
+    for other in others:
+        shown = escape(printable(other.models[0]))
+        out.print(f"  on demand              {shown}, context {other.context:,} tokens", highlight=False)
     out.print(f"  chat in a browser      {url}/", highlight=False)
     out.print(f"  OpenAI-style clients   OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}", highlight=False)
     out.print(

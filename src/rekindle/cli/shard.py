@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
-import torch
+import msgspec
 import typer
 from typer.core import TyperGroup
 
-from rekindle.build import StageOrder, choose_types, host_shard, keygen, open_weights_of
+from rekindle.buffers import STOCK
+from rekindle.build import StageConfig, choose_types, host_shard, keygen, open_weights_of, set_threads
 from rekindle.cli import options
 from rekindle.errors import BadConfig
 from rekindle.spec import Span
+
+
+class _Experts(msgspec.Struct):
+    hot: tuple[tuple[int, ...], ...]
+    cache_slots: tuple[int, ...]
 
 
 class _HostsByDefault(TyperGroup):
@@ -34,57 +39,70 @@ def host(
     span: Annotated[list[str], typer.Option(help="Layers START:STOP of a stage; once per stage.")] = [],  # noqa: B006
     device: Annotated[list[str], typer.Option(help="Its device: cpu, cuda:0, hip:0.")] = [],  # noqa: B006
     pages: Annotated[list[int], typer.Option(help="Pages of KV (64 tokens each) on the device.")] = [],  # noqa: B006
-    host_pages: Annotated[list[int], typer.Option(help="Pages more that RAM may hold.")] = [],  # noqa: B006
-    slabs: Annotated[list[int], typer.Option(help="Pinned RAM (16 MiB each) kept for captures.")] = [],  # noqa: B006
+    host_pages: Annotated[list[int], typer.Option(help="More pages, in RAM.")] = [],  # noqa: B006
+    slabs: Annotated[list[int], typer.Option(help="Slabs of pinned RAM (16 MiB each) kept for snapshots.")] = [],  # noqa: B006
     experts: Annotated[list[str], typer.Option(help="Which experts are on the device, as JSON.")] = [],  # noqa: B006
-    listen: Annotated[str, typer.Option(help="ipc:///path, or tcp://host:port, which needs keys.")] = "",
+    listen: Annotated[str, typer.Option(help="ipc:///path, or tcp://host:port, between hosts with keys.")] = "",
     slots: Annotated[int, typer.Option(help="Sequences that run at the same time.")] = 16,
     kv_type: options.KvType = None,
     kv_mode: options.KvMode = "exact",
     kv_policy: options.KvPolicy = "qk",
-    rewind_rows: Annotated[int, typer.Option(help="Rows of the longest block to verify.")] = 0,
+    attended: Annotated[
+        int, typer.Option(help="With --kv-mode sparse: pages that a token attends, as at all stages; 0: its --pages.")
+    ] = 0,
+    rewind_rows: Annotated[int, typer.Option(help="Tokens of the longest draft to verify.")] = 0,
+    chunk: Annotated[int, typer.Option(help="Most tokens of a prefill chunk.")] = 0,
+    table_width: Annotated[
+        int,
+        typer.Option(help="KV pages of a sequence at the context limit; needed to record steps at the start."),
+    ] = 0,
     dtype: options.Dtype = None,
     threads: options.Threads = None,
-    key: Annotated[Path | None, typer.Option(help="This shard's key pair.")] = None,
-    allow: Annotated[list[Path], typer.Option(help="Public key of a head that may connect.")] = [],  # noqa: B006
+    key: Annotated[Path | None, typer.Option(help="This shard's key pair; needs --allow.")] = None,
+    allow: Annotated[
+        list[Path], typer.Option(help="Public key of a server that may connect; repeatable. No other may.")
+    ] = [],  # noqa: B006
 ) -> None:
-    """Host stages until told to stop. Each --span needs a --device and --pages, in the same order.
+    """Host stages until a signal stops the process. Each --span needs a --device and --pages, in the same order.
 
     A server that starts the shard itself (rekindle serve --shard NAME='rekindle shard MODEL') adds all of this.
     """
     if threads is not None:
-        torch.set_num_threads(threads)
+        set_threads(threads)
     if not listen:
         raise BadConfig("--listen is missing; give ipc:///path or tcp://host:port")
     _check_counts(len(span), device, pages, host_pages, slabs, experts)
     if dtype is None or kv_type is None:
         dtype, kv_type = choose_types(open_weights_of(model), device, dtype, kv_type)
-    orders = []
+    configs = []
     for i, text in enumerate(span):
-        known = json.loads(experts[i]) if experts else None
-        orders.append(
-            StageOrder(
-                device[i],
-                _span(text),
-                slots,
-                pages[i],
-                host_pages[i] if host_pages else 0,
-                kv_type,
-                kv_mode,
-                kv_policy,
-                dtype,
-                tuple(map(tuple, known["hot"])) if known else None,
-                tuple(known["ring"]) if known else (),
-                rewind_rows,
-                *slabs[i : i + 1],
+        hot, cache_slots = _experts(experts[i]) if experts else (None, ())
+        configs.append(
+            StageConfig(
+                device=device[i],
+                span=_span(text),
+                slots=slots,
+                pages=pages[i],
+                host_pages=host_pages[i] if host_pages else 0,
+                kv_type=kv_type,
+                kv_mode=kv_mode,
+                kv_policy=kv_policy,
+                attended=attended,
+                dtype=dtype,
+                hot=hot,
+                cache_slots=cache_slots,
+                rewind_rows=rewind_rows,
+                slabs=slabs[i] if slabs else STOCK,
+                chunk=chunk,
+                table_width=table_width,
             )
         )
-    host_shard(model, orders, listen, key, allow)
+    host_shard(model, configs, listen, key, allow)
 
 
 @app.command("keygen")
 def make_keys(path: Annotated[Path, typer.Argument(help="The secret goes here, the public key to PATH.pub.")]) -> None:
-    """Make a key pair for links that leave the host: one for each shard, one for each head."""
+    """Make a key pair for links between machines: one for each shard, one for each server."""
     if path.exists():
         raise BadConfig(f"{path} exists already; a key is never overwritten")
     keygen(path)
@@ -99,6 +117,15 @@ def _check_counts(stages: int, device: list[str], *others: list[int] | list[str]
     pages, *optional = others
     if len(device) != stages or len(pages) != stages or any(len(given) not in (0, stages) for given in optional):
         raise BadConfig(f"{stages} --span, {len(device)} --device and {len(pages)} --pages: give each once per stage")
+
+
+def _experts(text: str) -> tuple[tuple[tuple[int, ...], ...] | None, tuple[int, ...]]:
+    """Hot experts and slots of the expert cache per layer, as a server writes them; null: all are on the device."""
+    try:
+        known = msgspec.json.decode(text, type=_Experts | None)
+    except msgspec.MsgspecError as error:
+        raise BadConfig(f"--experts: '{text[:80]}' does not say which experts are hot: {error}") from error
+    return (known.hot, known.cache_slots) if known else (None, ())
 
 
 def _span(text: str) -> Span:

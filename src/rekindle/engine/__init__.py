@@ -1,4 +1,4 @@
 """Live sequences, scheduling, sampling, events.
 
-The types that cross the room's door (`rekindle.engine.types`) load no torch, so nothing is imported here.
+The types of its interface (`rekindle.engine.types`) load no torch, so nothing is imported here.
 """

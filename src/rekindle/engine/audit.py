@@ -1,4 +1,4 @@
-"""Audits: one in so many restored snapshots is computed again, cold, while nobody waits, and the two are compared.
+"""Audits: one in so many restored snapshots is computed again, cold, while no request waits, and the two are compared.
 
 The cold run meets the same chunk edges as the run that made the snapshot, so on a CPU the bits must be the same where
 every token was computed by prefill, alone in its batch, by this process. Everywhere else (decode, shared batches, an
@@ -15,7 +15,7 @@ import torch
 
 from rekindle.prefix import Hit, PrefixCache
 from rekindle.prefix.types import Entry
-from rekindle.snapshots.types import KvPart, Part, Snapshot
+from rekindle.snapshots.types import DRAFTER_LAYER, Part, Snapshot
 
 log = logging.getLogger("rekindle.engine")
 
@@ -67,13 +67,13 @@ class Auditor:
         fault = self._fault(audit, cold)
         if fault is not None:
             self.mismatches += 1
-            log.error("audit: the snapshot of %d tokens is wrong and was set aside: %s", cold.position, fault)
-            self._prefixes.set_aside(audit.entry, f"audit: {fault}")
-        self.audits += 1  # last: whoever reads the count finds the outcome
+            log.error("audit: the snapshot of %d tokens is wrong and was quarantined: %s", cold.position, fault)
+            self._prefixes.quarantine(audit.entry, f"audit: {fault}")
+        self.audits += 1  # last: a reader of the count finds the outcome
 
     def _fault(self, audit: Audit, cold: Snapshot) -> str | None:
         exact = self._must_be_exact(audit, cold)
-        fine = self._on_cpu and all(part.tail.dtype is torch.float32 for part in cold.parts if isinstance(part, KvPart))
+        fine = self._on_cpu and all(t.dtype is torch.float32 for part in cold.parts for t in part.tensors.values())
         for name, ours, theirs in _pairs(audit.snapshot, cold):
             if ours.shape != theirs.shape:
                 return f"{name} has the shape {tuple(ours.shape)}, computed cold {tuple(theirs.shape)}"
@@ -93,20 +93,20 @@ class Auditor:
 
 
 def _pairs(ours: Snapshot, cold: Snapshot) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Every tensor of the one beside that of the other, with its name."""
-    for mine, other in zip(ours.parts, cold.parts, strict=True):
+    """Every tensor of the one beside that of the other, with its name. A drafter's context changes no answer, and the
+    cold run computes none."""
+    layers = [part for part in ours.parts if part.layer != DRAFTER_LAYER]
+    for mine, other in zip(layers, cold.parts, strict=True):
         for (name, a), (_, b) in zip(_tensors(mine), _tensors(other), strict=True):
             yield f"layer {mine.layer} {name}", a, b
     if ours.logits is not None and cold.logits is not None:
-        yield "the row of logits", ours.logits, cold.logits
+        shared = min(len(ours.logits), len(cold.logits))  # earlier versions kept those of rows without a token too
+        yield "the row of logits", ours.logits[:shared], cold.logits[:shared]
 
 
 def _tensors(part: Part) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(part, KvPart):
-        yield from ((f"page {i}", page.data) for i, page in enumerate(part.pages))
-        yield "tail", part.tail
-    else:
-        yield from (("state", part.state), ("window", part.window))
+    yield from ((f"page {i}", page.data) for i, page in enumerate(part.pages))
+    yield from part.tensors.items()
 
 
 def _largest(a: torch.Tensor, b: torch.Tensor) -> float:

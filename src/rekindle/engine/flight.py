@@ -1,72 +1,124 @@
-"""A batch on its way through the pipeline, and the tokens that are drawn from what it brings back."""
+"""A batch on its way through the pipeline, and the tokens that the sampler draws from its logits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from rekindle.batch import Batch, Segment
+from rekindle.batch import Batch, Segment, Wanted
+from rekindle.engine.forcing import impose
 from rekindle.engine.sampler import draw
-from rekindle.engine.sequence import Phase, Sequence
+from rekindle.engine.sequence import Sequence as LiveSequence
+from rekindle.engine.to_host import DrawnTokens
+from rekindle.engine.types import Sampling
+from rekindle.grammar.guide import Mask
 from rekindle.stages import StageOutput
 
-
-class OnHost:
-    """A tensor on its way to host memory, copied behind what the device has in line now and before what comes next."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._tensor = tensor
-        if tensor.is_cuda:
-            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._tensor.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            # The copy runs on the tensor's device, which need not be the current one.
-            self._event.record(torch.cuda.current_stream(tensor.device))
-
-    @property
-    def done(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def get(self) -> torch.Tensor:
-        """The tensor, waited for."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._tensor
-
-
-class Drawn:
-    """Tokens on the device, and on their way to the host."""
-
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self.tokens = tokens  # int64 [rows]
-        self._host = OnHost(tokens)
-
-    def on_host(self) -> list[int]:
-        return [int(token) for token in self._host.get().tolist()]
+log = logging.getLogger("rekindle.engine")
 
 
 class Result(NamedTuple):
-    """What a flight brings one of its owners."""
+    """What a flight brings one of its owners from the last stage."""
 
     segment: Segment
-    owner: Sequence
-    rows: torch.Tensor  # of logits; none where none were wanted
+    owner: LiveSequence
+    rows: torch.Tensor  # of logits [segment.logit_rows, vocab]
     scores: torch.Tensor  # [segment.scored_rows, …]
 
 
-class Flight:
-    """One batch, whose segments belong to `owners`. Those whose prompt it completes, or who decode, draw a token."""
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawnRow:
+    """A row of logits to draw from: what the sampler reads of its sequence, as if drafts before it were accepted."""
 
-    def __init__(self, batch: Batch, owners: tuple[Sequence, ...], output: Future[StageOutput]) -> None:
+    owner: LiveSequence
+    position: int  # of the token that is drawn
+    drafted: tuple[int, ...] = ()  # tokens of the block before it
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.owner.sampling
+
+    @property
+    def prompt_length(self) -> int:
+        return self.owner.prompt_length
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return [*self.owner.tokens, *self.drafted] if self.drafted else self.owner.tokens
+
+    @property
+    def mask(self) -> Mask | None:
+        guide = self.owner.guide
+        return guide.mask_after(len(self.drafted)) if guide is not None else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its grammar has not seen all tokens before it: the step before brings the last of them."""
+        owner = self.owner
+        going = owner.guide is not None and not (owner.answered or owner.cancelled)
+        return going and len(owner.tokens) + len(self.drafted) < self.position
+
+
+class Outcome(NamedTuple):
+    """The tokens that a step adds to the answer of one of its owners: those drafts that the target drew too, and the
+    first token of its own."""
+
+    owner: LiveSequence
+    segment: Segment
+    rows: torch.Tensor  # of logits, in which the tokens were drawn [accepted or more, vocab]
+    accepted: tuple[int, ...]
+    failure: Exception | None  # why the last of them could not be drawn
+
+
+class Flight:
+    """One batch, whose segments belong to `owners`. A token is drawn for each owner whose prompt the batch completes,
+    and for each that decodes; after every row of a block."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        owners: tuple[LiveSequence, ...],
+        output: Future[StageOutput],
+        launched: float | None = None,
+    ) -> None:
+        """launched: when the batch was handed over; a pipeline of this thread has run it by now."""
         self.batch = batch
         self.owners = owners
         self.output = output
-        self.drawing = [owner for segment, owner in zip(batch.segments, owners, strict=True) if _draws(segment, owner)]
-        self.drawn: Drawn | None = None
+        by_segment = [_drawn_rows(segment, owner) for segment, owner in zip(batch.segments, owners, strict=True)]
+        self.drawing = [row for rows in by_segment for row in rows]
+        self._counts = [len(rows) for rows in by_segment]  # of rows drawn, by segment
+        self.drawn: DrawnTokens | None = None
+        self.failures: dict[int, Exception] = {}  # by row of `drawing`: why this row could not be drawn
+        self.began = time.monotonic()
+        self.launched = self.began if launched is None else launched
+        self._passed: torch.cuda.Event | None = None
+
+    def enqueue_draw(self, device: torch.device) -> None:
+        """Let the device draw after the forward, while the host does other things. Rows with a grammar wait for the
+        tokens of the step before, and the others of their batch with them: the forward runs meanwhile."""
+        ready = self.output.done() and self.output.exception() is None
+        if ready and self._passed is None and not any(row.waits for row in self.drawing):
+            self.draw()
+            self._mark(device)
+
+    def _mark(self, device: torch.device) -> None:
+        """All kernels of the batch have been enqueued on the device by now."""
+        if device.type == "cuda":
+            self._passed = torch.cuda.Event()
+            self._passed.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Until the device has run them: else the host could enqueue all of a prompt, and a request that comes next
+        would wait for the last chunk of it."""
+        if self._passed is not None:
+            self._passed.synchronize()
 
     @property
     def failed(self) -> bool:
@@ -75,16 +127,46 @@ class Flight:
     def draw(self) -> None:
         """Draw from the logits, once."""
         if self.drawn is None and self.drawing:
-            drawing = set(map(id, self.drawing))
-            last = [(each.segment.end, each.rows[-1]) for each in self.results() if id(each.owner) in drawing]
             logits = self.output.result().logits
             assert logits is not None, "a flight that draws brings logits"
-            whole = len(last) == logits.shape[0]
-            rows = logits if whole else torch.stack([row for _, row in last])
-            self.drawn = Drawn(draw(rows, self.drawing, [end for end, _ in last]))
+            whole = len(self.drawing) == logits.shape[0]
+            drawn = self._draw(logits if whole else torch.cat(self._rows_drawn()))
+            self.drawn = DrawnTokens(impose(drawn, [row.owner.forced_at(row.position) for row in self.drawing]))
+
+    def _rows_drawn(self) -> list[torch.Tensor]:
+        pairs = zip(self.results(), self._counts, strict=True)
+        return [result.rows[len(result.rows) - count :] for result, count in pairs if count]
+
+    def _draw(self, rows: torch.Tensor) -> torch.Tensor:
+        """All rows at once; where that fails, row by row, so that only the rows at fault go without a token."""
+        try:
+            return draw(rows, self.drawing, [row.position for row in self.drawing])
+        except Exception as error:
+            log.warning("tokens of %d rows are drawn one by one: %s", len(self.drawing), error)
+            return torch.cat([self._draw_row(number, rows) for number in range(len(self.drawing))])
+
+    def _draw_row(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+        row = self.drawing[number]
+        try:
+            return draw(rows[number : number + 1], [row], [row.position])
+        except Exception as error:
+            self.failures[number] = error
+            return torch.full((1,), -1, dtype=torch.int64, device=rows.device)
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """After `draw`: waits for the tokens, once."""
+        tokens = [] if self.drawn is None else self.drawn.on_host()
+        first = 0
+        for (segment, owner, rows, _), count in zip(self.results(), self._counts, strict=True):
+            if count:
+                drawn = tokens[first : first + count]
+                accepted = _accepted(drawn, segment.tokens[1:] if count > 1 else ())
+                failure = self.failures.get(first + len(accepted) - 1)
+                yield Outcome(owner, segment, rows[len(rows) - count :], accepted, failure)
+            first += count
 
     def results(self) -> Iterator[Result]:
-        """Every segment with its owner and what it wanted."""
+        """Every segment with its owner, its rows of logits and its scores."""
         output = self.output.result()
         logits, scores = (torch.empty(0) if rows is None else rows for rows in (output.logits, output.scores))
         row = scored = 0
@@ -94,6 +176,16 @@ class Flight:
             row, scored = next_row, next_scored
 
 
-def _draws(segment: Segment, owner: Sequence) -> bool:
-    completes = owner.phase is Phase.PREFILL and segment.end == owner.prefill_end
-    return owner.max_tokens > 0 and (completes or owner.phase is Phase.DECODE)
+def _drawn_rows(segment: Segment, owner: LiveSequence) -> list[DrawnRow]:
+    completes = owner.prefilling and segment.end == owner.prefill_end
+    if owner.max_tokens == 0 or not (completes or owner.decoding):
+        return []
+    if segment.wanted is not Wanted.ALL:
+        return [DrawnRow(owner, segment.end)]
+    return [DrawnRow(owner, segment.position + 1 + row, segment.tokens[1 : 1 + row]) for row in range(len(segment))]
+
+
+def _accepted(drawn: Sequence[int], drafted: Sequence[int]) -> tuple[int, ...]:
+    """While the target draws what was drafted, and the first token that is the target's own."""
+    agreed = next((i for i, (ours, theirs) in enumerate(zip(drawn, drafted, strict=False)) if ours != theirs), None)
+    return tuple(drawn if agreed is None else drawn[: agreed + 1])

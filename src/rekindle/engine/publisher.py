@@ -1,8 +1,8 @@
 """Snapshots on their way from the stages to the index.
 
 A capture is asked for while the batch that reaches the boundary is under way; its parts and its logits arrive later
-and separately, on a GPU as copies that nobody waits for. When all is here the snapshot is published, under exactly
-the tokens its state has consumed (law 1).
+and separately, on a GPU as copies that run beside the next steps. When all of it is on the host the snapshot is
+published, under exactly the tokens its state has consumed (law 1).
 """
 
 from __future__ import annotations
@@ -10,60 +10,71 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequential
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from rekindle.engine.flight import OnHost
-from rekindle.engine.sequence import Phase, Sequence
-from rekindle.errors import SnapshotMismatch
+from rekindle.engine.sequence import Sequence
+from rekindle.engine.to_host import OnHost
+from rekindle.errors import BadLogits, SnapshotMismatch
 from rekindle.prefix import PrefixCache
 from rekindle.prompt import BoundaryKind
-from rekindle.snapshots.types import Part, Snapshot, Stretch, are_settled, wait_for
+from rekindle.snapshots.types import Part, Snapshot, Stretch, copies_done, wait_for
 from rekindle.stages import Pipeline
 
 log = logging.getLogger("rekindle.engine")
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
+class _Capture:
+    """A snapshot whose parts and logits are on their way."""
+
     sequence: Sequence
     position: int
     kind: BoundaryKind
     tokens: np.ndarray
     stretches: tuple[Stretch, ...]
     parts: Future[tuple[Part, ...]]
-    logits: OnHost | None = None
-    failure: Exception | None = None  # why it never comes
+    logits: Future[torch.Tensor] | None = None  # [vocab] in memory of its own; None until the forward is collected
+    failure: Exception | None = None  # why it cannot be published
 
-    def serves(self, prompt: np.ndarray) -> bool:
+    def serves(self, prompt: np.ndarray, namespace: str) -> bool:
         """Whether only its copies are missing, and the prompt could go on from it."""
-        whole = self.logits is not None and self.parts.done()
+        whole = self.logits is not None and self.parts.done() and self.sequence.namespace == namespace
         return whole and np.array_equal(self.tokens, prompt[: self.position])
 
     def wait(self) -> None:
-        """For the parts and for their copies, if they come."""
+        """For the parts and their copies; what goes wrong is kept in `failure`."""
         try:
             wait_for(self.parts.result())
             if self.logits is not None:
-                self.logits.get()
+                self.logits.result()
         except Exception as error:  # of a device or a link; the capture is lost, the engine goes on
             self.failure = error
 
     def is_here(self) -> bool:
-        """Whether there is nothing to wait for any more: all has come, or `failure` says why not."""
+        """Whether the parts, their copies and the logits are complete, or `failure` says why they never will be."""
         if self.failure is not None or not self.parts.done():
             return self.failure is not None
         try:
             parts = self.parts.result()
-            if self.logits is None or not self.logits.done or not are_settled(parts):
+            if self.logits is None or not self.logits.done() or not copies_done(parts):
                 return False
             wait_for(parts)
+            self.logits.result()
         except Exception as error:
             self.failure = error
         return True
+
+    def lose(self) -> None:
+        """It will not be published: `failure` says why, to the log and to its request if that runs."""
+        self.sequence.account.lose(self.position, f"the state at {self.position:,} tokens could not be captured")
+        if isinstance(self.failure, BadLogits):
+            log.error("the state at %d tokens is not published: %s", self.position, self.failure)
+        else:
+            log.warning("the state at %d tokens could not be captured: %s", self.position, self.failure)
 
 
 class Publisher:
@@ -71,67 +82,109 @@ class Publisher:
         self._pipeline = pipeline
         self._prefixes = prefixes
         self._grid = grid
-        self._pending: list[_Pending] = []
+        self._captures: list[_Capture] = []
+        self._closed = False
+        # A thread of its own waits for rows of up to 250,000 logits, checks and copies them beside the token loop.
+        self._rows = ThreadPoolExecutor(1, "rekindle-logits")
+
+    def close(self) -> None:
+        """From now on nothing is captured, and captures under way are dropped when they arrive. From any thread."""
+        self._closed = True
+
+    def make_ready(self, logits: torch.Tensor) -> None:
+        """Copy a row to the host once, before the first request."""
+        self._bring(logits).result()
+
+    def _bring(self, logits: torch.Tensor) -> Future[torch.Tensor]:
+        row = logits.detach().float()
+        return self._rows.submit(_own_row, OnHost(row), OnHost(row.isfinite().all()))
+
+    def stop(self) -> None:
+        """Every sequence has ended before, and all that was captured is published."""
+        self._rows.shutdown()
 
     def capture(self, sequence: Sequence, position: int, kind: BoundaryKind) -> None:
         """Ask every stage for the state at `position`, where the sequence stands now."""
         assert sequence.position == position, f"the state stands at {sequence.position}, not at {position}"
-        tokens = np.asarray(sequence.tokens[:position], dtype=np.int32)
-        if not self._prefixes.wants(tokens, kind):
+        if (why := self._prefixes.refusal(position)) is not None:
+            sequence.account.lose(position, why)
             return
-        sequence.captured = max(sequence.captured, position)
+        tokens = np.asarray(sequence.tokens[:position], dtype=np.int32)
+        if self._closed or not self._prefixes.wants(tokens, kind, namespace=sequence.namespace):
+            return
+        sequence.account.captured.add(position)
         parts = self._pipeline.capture(sequence.slot)
-        self._pending.append(_Pending(sequence, position, kind, tokens, tuple(sequence.stretches), parts))
+        self._captures.append(_Capture(sequence, position, kind, tokens, tuple(sequence.stretches), parts))
 
     def awaits(self, sequence: Sequence, position: int) -> bool:
         """Whether a snapshot of this sequence at this position is still on its way."""
-        return any(p.sequence is sequence and p.position == position for p in self._pending)
+        return any(p.sequence is sequence and p.position == position for p in self._captures)
 
     def give_logits(self, sequence: Sequence, position: int, logits: torch.Tensor) -> None:
-        for pending in self._pending:
-            if pending.sequence is sequence and pending.position == position:
-                pending.logits = OnHost(logits.detach().float())
+        for capture in self._captures:
+            if capture.sequence is sequence and capture.position == position:
+                capture.logits = self._bring(logits)
 
     def publish_ready(self) -> None:
-        self._pending = [pending for pending in self._pending if not self._publish(pending)]
+        self._captures = [capture for capture in self._captures if not self._publish(capture)]
 
-    def publish_captured(self, tokens: Sequential[int]) -> None:
-        """Also what this prompt could go on from and is being copied still, which takes milliseconds."""
+    def publish_captured(self, tokens: Sequential[int], namespace: str) -> None:
+        """Wait for captures that this prompt could be restored from and that are still copied, which takes
+        milliseconds, and publish them with the rest."""
         prompt = np.asarray(tokens, dtype=np.int32)
-        self._publish_after([pending for pending in self._pending if pending.serves(prompt)])
+        self._publish_after([capture for capture in self._captures if capture.serves(prompt, namespace)])
 
     def abandon(self) -> None:
-        """A stage was lost: publish what is whole, forget the captures whose forward never came back."""
-        self._publish_after([pending for pending in self._pending if pending.parts.done()])
-        self._pending.clear()
+        """A stage was lost: publish captures that are complete, drop those whose forward never came back."""
+        self._publish_after([capture for capture in self._captures if capture.parts.done()])
+        self._captures.clear()
 
     def drain(self) -> None:
         """Wait for every capture that was asked for; called when idle and at the end."""
-        self._publish_after(self._pending)
+        self._publish_after(self._captures)
 
-    def _publish_after(self, awaited: Iterable[_Pending]) -> None:
-        for pending in awaited:
-            pending.wait()
+    def _publish_after(self, awaited: Iterable[_Capture]) -> None:
+        for capture in awaited:
+            capture.wait()
         self.publish_ready()
 
-    def _publish(self, pending: _Pending) -> bool:
-        """True when the pending capture is settled, one way or the other."""
-        if not pending.is_here():
-            # Without logits the forward that reaches the boundary is not back yet; or it failed, and the state is not
-            # to be trusted.
-            return pending.parts.done() and pending.logits is None and pending.sequence.phase is Phase.ENDED
-        if pending.failure is not None or pending.logits is None:
-            log.warning("the state at %d tokens could not be captured: %s", pending.position, pending.failure)
-            return True
-        # A row of its own in ordinary memory: the one it came in serves the next.
-        logits = pending.logits.get().clone()
-        if not logits.isfinite().all():
-            log.error("the state at %d tokens is not published: its logits are not finite", pending.position)
-            return True
-        try:
-            snapshot = Snapshot(pending.tokens, pending.parts.result(), logits, self._grid, pending.stretches)
-        except SnapshotMismatch as error:
-            log.error("the state at %d tokens is not published: %s", pending.position, error)
-            return True
-        self._prefixes.publish(snapshot, pending.kind)
+    def _publish(self, capture: _Capture) -> bool:
+        """True when the capture is published or dropped."""
+        if not capture.is_here():
+            # Without logits the forward that reaches the boundary is not back yet; or it failed, its sequence has
+            # ended, and the state is not to be trusted.
+            return capture.parts.done() and capture.logits is None and capture.sequence.ended
+        if capture.failure is None and not self._closed:
+            try:
+                self._publish_whole(capture)
+            except Exception as error:  # of this snapshot alone: the engine goes on
+                capture.failure = error
+        if capture.failure is not None:
+            capture.lose()
         return True
+
+    def _publish_whole(self, capture: _Capture) -> None:
+        assert capture.logits is not None, "a capture is whole with its logits"
+        try:
+            snapshot = Snapshot(
+                capture.tokens,
+                capture.parts.result(),
+                capture.logits.result(),
+                self._grid,
+                capture.stretches,
+                namespace=capture.sequence.namespace,
+            )
+        except SnapshotMismatch as error:
+            log.error("the state at %d tokens is not published: %s", capture.position, error)
+            capture.sequence.account.lose(capture.position, str(error))
+            return
+        if self._prefixes.publish(snapshot, capture.kind).gone:
+            why = f"the state at {capture.position:,} tokens had to give way at once: what is used more fills the cache"
+            capture.sequence.account.lose(capture.position, why)
+
+
+def _own_row(row: OnHost, finite: OnHost) -> torch.Tensor:
+    """The row in memory of its own, since the pinned memory serves the next row. Law 5: every logit is a number."""
+    if not finite.take(bool):
+        raise BadLogits("its logits are not finite")
+    return row.take(torch.clone)

@@ -1,7 +1,7 @@
 """Draws the next token of every row. A row's draw depends on its own logits, settings and position only.
 
 The random number of a draw is a function of (seed, position), so the same request draws the same tokens alone or
-batched, cold or restored, and a sequence that was set aside and resumed goes on where it stopped.
+batched, cold or restored, and a sequence that was preempted and resumed goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ import numpy as np
 import torch
 
 from rekindle.engine.types import Sampling, TokenLogprob
-from rekindle.kernels.sampling import add_bias, apply_penalties, argmax, count_tokens, log_softmax_at, sample
+from rekindle.grammar.guide import Mask
+from rekindle.kernels.sampling import (
+    add_bias,
+    apply_penalties,
+    argmax,
+    count_tokens,
+    keep_allowed,
+    log_softmax_at,
+    sample,
+)
 
 COLDEST = 1e-5  # below it a temperature is none: a logit in doubt has no chance, and dividing by less may overflow
 
@@ -27,6 +36,8 @@ class Drawable(Protocol):
     def tokens(self) -> Sequence[int]: ...  # prompt and answer so far
     @property
     def prompt_length(self) -> int: ...
+    @property
+    def mask(self) -> Mask | None: ...  # the tokens that its grammar allows; None: all
 
 
 def uniform(seed: int, position: int) -> float:
@@ -61,6 +72,15 @@ def _draw(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequenc
     )
 
 
+def warm_up_draws(logits: torch.Tensor) -> None:
+    """Every way to draw from logits [1, vocab], once: the highest; one of a few; any; of those that a mask allows."""
+    argmax(logits)
+    keep_allowed(logits, torch.full((1, -(-logits.shape[1] // 32)), -1, dtype=torch.int32), [0])
+    one = torch.ones(1)
+    for top_k in (20, 0):
+        sample(logits, one, torch.tensor([top_k]), one * 0.9, one * 0, one.double() * 0.5)
+
+
 def are_drawable(logits: torch.Tensor) -> bool:
     """Whether there is a token to draw in every row."""
     with torch.cuda.device_of(logits):
@@ -85,7 +105,7 @@ def logprobs_of(scores: torch.Tensor, tokens: Sequence[int], top: int) -> list[T
 
 
 def _prepared(logits: torch.Tensor, sequences: Sequence[Drawable]) -> torch.Tensor:
-    """Logits after penalties and bias; the given tensor itself where no row asks for any."""
+    """Logits after penalties, bias and grammars; the given tensor itself if no row asks for any."""
     settings = [sequence.sampling for sequence in sequences]
     device, vocab = logits.device, logits.shape[-1]
     if any(needs_history(s) for s in settings):
@@ -101,4 +121,7 @@ def _prepared(logits: torch.Tensor, sequences: Sequence[Drawable]) -> torch.Tens
     if bias:
         rows, tokens, values = (torch.tensor(column, device=device) for column in zip(*bias, strict=True))
         logits = add_bias(logits, rows, tokens, values.float())
+    masks = {row: mask for row, q in enumerate(sequences) if (mask := q.mask) is not None}
+    if masks:
+        logits = keep_allowed(logits, torch.from_numpy(np.stack(list(masks.values()))), list(masks))
     return logits

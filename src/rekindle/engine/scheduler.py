@@ -1,32 +1,65 @@
-"""What runs next: the decode rows of everyone who has a token, and as many prefill chunks as fit one chunk's worth.
+"""What runs next: the decode rows of all sequences that have a token, and about one grid chunk's worth of prefill.
 
 A chunk is never cut to fit a batch: its edges are a function of position (law 2). So a batch holds at most one chunk
 more than the budget asks for, and a long prefill never stalls the streams of others for longer than one chunk.
+
+On GPUs chunks and decode rows take turns instead (the scheduler has a Pace): either is a recorded step then, which
+costs the host next to nothing, and a chunk alone in its batch has the bits of a cold run. While others answer, chunks
+are shorter, so that the gap in their answers stays below a target; an edge that comes of it lies off the grid, and the
+manifest records it like every other cut.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import NamedTuple
 
-from rekindle.batch import DRAWN, Batch, Segment, Wanted
-from rekindle.engine.sequence import Phase, Sequence
+from rekindle.batch import PENDING, Batch, Segment, Wanted
+from rekindle.engine.drafting import Proposer
+from rekindle.engine.pace import Pace
+from rekindle.engine.sequence import Sequence
+
+Fits = Callable[[Sequence, int], bool]  # reserves pages up to that position for the sequence, or says there are none
+Segments = list[tuple[Segment, Sequence]]  # with their owners
+
+
+class Step(NamedTuple):
+    """One batch to be launched."""
+
+    batch: Batch
+    owners: list[Sequence]  # of the batch's segments, in order
 
 
 class Scheduler:
-    def __init__(self, grid: int, depth: int, run_ahead: int) -> None:
+    def __init__(
+        self,
+        grid: int,
+        depth: int,
+        async_steps: int,
+        pace: Pace | None = None,
+        blocks_share: bool = True,
+        proposer: Proposer | None = None,
+        reach: int = 0,
+    ) -> None:
         self.grid = grid
         self.depth = depth  # batches that keep every stage busy
-        self.run_ahead = run_ahead  # steps handed over before their token is known
+        self.async_steps = async_steps  # steps launched before the token of the last one is known
+        self.pace = pace  # None: chunks and decode rows share batches
+        self.blocks_share = blocks_share  # a batch with others; on a GPU only a block alone is a recorded step
+        self._proposer = proposer or Proposer()
+        self._reach = reach  # positions of which a drafter reads features; 0: there is none
+        self._chunk_was_last = False
         self._prefilling: deque[Sequence] = deque()  # turns are taken in order, one chunk each
 
     @property
     def in_flight(self) -> int:
         """Batches that may be on their way at once."""
-        return self.depth + self.run_ahead
+        return self.depth + self.async_steps
 
     def add(self, sequence: Sequence) -> None:
-        if sequence.phase is Phase.PREFILL:
+        if sequence.prefilling:
             self._prefilling.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -37,55 +70,102 @@ class Scheduler:
     def prefilling(self) -> Iterable[Sequence]:
         return tuple(self._prefilling)
 
-    def next_batch(
-        self, decoding: list[Sequence], fits: Callable[[Sequence, int], bool]
-    ) -> tuple[Batch, list[Sequence]] | None:
-        """The next batch and whose segments it holds. `fits(sequence, end)` reserves pages or says no."""
-        segments: list[Segment] = []
-        owners: list[Sequence] = []
-        for sequence in self._decode_turn(decoding):
-            if fits(sequence, sequence.position + 1):
-                segments.append(_decode_row(sequence))
-                owners.append(sequence)
+    def next_batch(self, decoding: list[Sequence], fits: Fits) -> Step | None:
+        """The next step; None if no segment is ready or fits. Blocks are drafted for a batch without chunks: its rows
+        are kept for a rewind, and those of a chunk are too many."""
+        rows, chunks = self._decode_turn(decoding), self._chunk_turns(decoding)
+        drafts = self._may_draft(decoding)
+        if self.pace is None:
+            return self._share(rows, chunks, fits, drafts)
+        chunk_first = chunks and not (rows and self._chunk_was_last)
+        step = self._one_chunk(chunks[0], decoding, self.pace, fits) if chunk_first else None
+        self._chunk_was_last = step is not None
+        return step or _step(self._rows_that_fit(rows, fits, drafts))
+
+    def _share(self, rows: list[Sequence], chunks: list[Sequence], fits: Fits, drafts: bool) -> Step | None:
+        """Decode rows and chunks in one batch, chunks until they hold a grid's worth of tokens."""
+        segments = self._rows_that_fit(rows, fits, drafts and not chunks)
         budget = self.grid
-        for sequence in self._chunk_turns(decoding):
+        for sequence in chunks:
             end = sequence.next_chunk_end(self.grid)
             if not fits(sequence, end):
                 break
-            segments.append(_chunk(sequence, end))
-            owners.append(sequence)
+            segments.append((self._chunk(sequence, end), sequence))
             self._prefilling.rotate(-1)
             budget -= end - sequence.position
             if budget <= 0:
                 break
-        return (Batch(tuple(segments)), owners) if segments else None
+        return _step(segments)
+
+    def _one_chunk(self, sequence: Sequence, decoding: list[Sequence], pace: Pace, fits: Fits) -> Step | None:
+        """A chunk alone in its batch, shorter while others answer."""
+        answering = any(not s.background for s in decoding)
+        end = sequence.next_chunk_end(self.grid, pace.rows if answering else self.grid)
+        if not fits(sequence, end):
+            return None
+        self._prefilling.remove(sequence)
+        self._prefilling.append(sequence)
+        return _step([(self._chunk(sequence, end), sequence)])
 
     def _decode_turn(self, decoding: list[Sequence]) -> list[Sequence]:
         """With several stages, a share of the rows, so that the other stages get rows of the other sequences."""
         decoding = [s for s in decoding if not s.background] or decoding
         share = -(-len(decoding) // self.depth)
-        return [s for s in decoding if s.in_flight <= (self.run_ahead if s.may_run_ahead else 0)][:share]
+        ahead = self.async_steps
+        if ahead and self._may_draft(decoding) and any(s.waits_to_draft for s in decoding):
+            if any(s.in_flight for s in decoding):
+                return []  # one step for all of them, when the tokens of the last one are known
+            ahead = 0
+        return [s for s in decoding if s.in_flight <= (ahead if s.allows_async_step else 0)][:share]
+
+    def _may_draft(self, decoding: list[Sequence]) -> bool:
+        return self.blocks_share or len(decoding) == 1
+
+    def _rows_that_fit(self, sequences: list[Sequence], fits: Fits, drafts: bool) -> Segments:
+        """The next rows of the sequences: one each, or a block where tokens are drafted and pages are free."""
+        self._proposer.note_sequences(len(sequences))
+        proposals = self._proposer.propose(sequences) if drafts else [()] * len(sequences)
+        pairs = zip(sequences, proposals, strict=True)
+        found = [(self._next_rows(sequence, drafted, fits), sequence) for sequence, drafted in pairs]
+        return [(segment, sequence) for segment, sequence in found if segment is not None]
+
+    def _next_rows(self, sequence: Sequence, drafted: tuple[int, ...], fits: Fits) -> Segment | None:
+        row = _decode_row(sequence)
+        if drafted and fits(sequence, row.end + len(drafted)):
+            row = replace(row, tokens=(*row.tokens, *drafted), wanted=Wanted.ALL)
+        else:
+            if drafted:
+                sequence.draft.note_unused(len(sequence.tokens))
+            if not fits(sequence, row.end):
+                return None
+        return replace(row, features=len(row)) if self._reach else row
+
+    def _chunk(self, sequence: Sequence, end: int) -> Segment:
+        tokens, top = tuple(sequence.tokens[sequence.position : end]), sequence.request.prompt_logprobs
+        if top is not None:
+            wanted = Wanted.SCORED
+        else:
+            # Every captured boundary keeps its logits, so that a prompt which ends there runs no forward at all.
+            wanted = Wanted.LAST if end in sequence.boundaries.kinds or end == sequence.prefill_end else Wanted.NONE
+        features = sequence.feature_rows(end, self._reach)
+        return Segment(sequence.slot, sequence.position, tokens, wanted, top or 0, features)
 
     def _chunk_turns(self, decoding: list[Sequence]) -> list[Sequence]:
-        """Who may run a chunk now, in turn; background work only where nobody else has anything to run."""
+        """Sequences that may run a chunk now, in turn; background work only if no other sequence has work to run."""
         ready = [s for s in self._prefilling if s.prefill_left and s.in_flight < self.in_flight and not s.cancelled]
         foreground = [s for s in ready if not s.background]
         others_run = foreground or any(not s.background for s in decoding)
         return foreground if others_run else ready
 
 
+def _step(segments: Segments) -> Step | None:
+    if not segments:
+        return None
+    blocks = any(segment.wanted is Wanted.ALL for segment, _ in segments)
+    return Step(Batch(tuple(segment for segment, _ in segments), blocks), [owner for _, owner in segments])
+
+
 def _decode_row(sequence: Sequence) -> Segment:
     known = sequence.position < len(sequence.tokens)
-    return Segment(
-        sequence.slot, sequence.position, (sequence.tokens[sequence.position] if known else DRAWN,), Wanted.LAST
-    )
-
-
-def _chunk(sequence: Sequence, end: int) -> Segment:
-    top = sequence.request.prompt_logprobs
-    if top is not None:
-        wanted = Wanted.SCORED
-    else:
-        # Every captured boundary keeps its logits, so that a prompt which ends there runs no forward at all.
-        wanted = Wanted.LAST if end in sequence.kinds or end == sequence.prefill_end else Wanted.NONE
-    return Segment(sequence.slot, sequence.position, tuple(sequence.tokens[sequence.position : end]), wanted, top or 0)
+    token = sequence.tokens[sequence.position] if known else PENDING
+    return Segment(sequence.slot, sequence.position, (token,), Wanted.LAST)

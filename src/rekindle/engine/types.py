@@ -1,17 +1,27 @@
-"""What goes into the engine and what comes out of it."""
+"""What goes into the engine and what comes out of it.
+
+This module loads no torch, so `api` and the commands import these types directly; the types of other packages that
+EngineStatus names are imported for the type checker only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from rekindle.prompt import Prompt
+
+if TYPE_CHECKING:
+    from rekindle.grammar.guide import Rules
+    from rekindle.prefix import CacheStats
+    from rekindle.stages import PageCount
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is drawn. Order: penalties, bias, temperature, top-k, top-p, min-p, one draw."""
+    """How the next token is drawn. Order: penalties, bias, grammar, temperature, top-k, top-p, min-p, one draw."""
 
     temperature: float = 1.0  # 0, or next to nothing, is greedy
     top_k: int = 0  # 0 is off
@@ -23,6 +33,17 @@ class Sampling:
     seed: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # how many alternatives to report per token; 0 reports the drawn one only
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingLimit:
+    """After `budget` tokens of thinking the answer goes on with `close`, whatever the model would write."""
+
+    budget: int
+    begin: int  # the token that opens the thinking
+    end: int  # the token that closes it
+    close: tuple[int, ...]  # `end` among them
+    is_open: bool  # the prompt ends inside the thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +60,9 @@ class Request:
     ignore_stop_tokens: bool = False
     background: bool = False  # runs only while no other request has anything to run; max_tokens 0 prepares state
     prompt_logprobs: int | None = None  # report the prompt's own log-probabilities (completions with echo)
+    namespace: str = ""  # snapshots are restored from it and published in it, and in no other
+    thinking: ThinkingLimit | None = None
+    rules: Rules | None = None  # the grammar that the answer keeps to
 
 
 class FinishReason(StrEnum):
@@ -67,17 +91,34 @@ class Divergence:
 class CacheReport:
     """What was restored and what was computed for one request."""
 
-    restored_ram: int = 0
-    restored_disk: int = 0
+    restored_from: Mapping[str, int] = field(default_factory=dict)  # tokens by tier, 0 where none came from it
     computed: int = 0  # prompt tokens run through a forward
     published: int = 0  # tokens newly covered by snapshots of this request
     miss: str | None = None  # why not more was restored, in words; None for a full hit
     divergence: Divergence | None = None
     sparse: bool = False  # some of the context was left out of attention, as --kv-mode sparse allows
+    not_published: str | None = None  # why snapshots reach no further, in words, where one could not be kept
 
     @property
     def restored(self) -> int:
-        return self.restored_ram + self.restored_disk
+        return sum(self.restored_from.values())
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReport:
+    """What was drafted for one answer, and how much of it the target agreed to."""
+
+    drafter: str = "off"
+    off: str | None = None  # why nothing was drafted, or the drafter drafts no more, in words
+    blocks: int = 0  # that the target verified
+    proposed: int = 0  # tokens
+    accepted: int = 0  # of them, up to the end of the answer
+    cold_from: int | None = None  # the drafter's context begins here: the snapshot brought none, or less than it reads
+
+    @property
+    def mean_accepted(self) -> float:
+        """Drafted tokens accepted per block; the target's own token after them is not counted."""
+        return self.accepted / self.blocks if self.blocks else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +160,8 @@ class Finished:
     completion_tokens: int  # Token events, plus the stop token if one was drawn
     cache: CacheReport
     timings: Timings
+    draft: DraftReport = DraftReport()
+    stuck: str | None = None  # why the answer ended before its grammar did, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +170,23 @@ class Failed:
 
 
 Event = Started | PromptLogprobs | Token | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """The engine at one moment; token counts are totals since it started."""
+
+    running: int  # sequences in a slot
+    waiting: int
+    slots: int
+    pages: PageCount
+    computed_tokens: int  # prompt tokens that ran through a forward
+    restored_tokens: int
+    generated_tokens: int
+    audits: int
+    audit_mismatches: int
+    cache: CacheStats
+    work: Mapping[str, int]  # how the stages of this process have worked, by "kind:how"
+    broken: str | None = None  # why nothing can run any more
+    degraded: str | None = None  # why nothing more is published, though answers are right
+    draining: bool = False  # new requests are refused; those taken before run to their end

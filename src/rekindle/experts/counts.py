@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -16,6 +17,7 @@ log = logging.getLogger("rekindle.experts")
 HALF_LIFE = 16_384  # rows after which a choice counts half
 ROUND = 256  # rows between two looks at a layer's tally
 SAVE_EVERY = 60.0  # seconds
+MOST_HEADER = 1 << 12  # bytes in front of the numbers in the file
 
 
 class RoutingCounts:
@@ -45,7 +47,7 @@ class RoutingCounts:
 class CountsFile:
     """The counts of one model beside the cache: `routing-<fingerprint>.npy`, there whole or not at all.
 
-    What cannot be read is only a start without counts: said, and written anew.
+    A file that cannot be read means a start without counts: it is logged, and written anew.
     """
 
     def __init__(self, folder: Path, fingerprint: str, layers: int, experts: int) -> None:
@@ -58,10 +60,10 @@ class CountsFile:
 
     def _load(self) -> None:
         try:
-            values = np.load(self.path, allow_pickle=False)
+            values = self._read()
         except FileNotFoundError:
             return
-        except (OSError, ValueError, EOFError) as error:
+        except (OSError, ValueError, EOFError, MemoryError) as error:
             log.warning("routing counts %s cannot be read (%s); starting without them", self.path, error)
             return
         want = self.counts.values.shape
@@ -71,6 +73,16 @@ class CountsFile:
             return
         self.counts.values[:] = values
 
+    def _read(self) -> np.ndarray:
+        """Of a regular file of about the right size; a link is not followed and a FIFO not waited for."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > self.counts.values.nbytes + MOST_HEADER:
+                raise ValueError(f"no plain file of about {self.counts.values.nbytes} bytes")
+            values: np.ndarray = np.load(file, allow_pickle=False)
+            return values
+
     def save(self) -> None:
         values = self.counts.values.copy()
         if np.array_equal(values, self._saved):
@@ -78,7 +90,8 @@ class CountsFile:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            with open(temporary, "wb") as file:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
                 np.save(file, values, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
@@ -89,7 +102,7 @@ class CountsFile:
         self._saved = values
 
     def start(self) -> CountsFile:
-        """Save now and then, off the token path."""
+        """Save every SAVE_EVERY seconds, on a thread."""
         self._thread = threading.Thread(target=self._run, name="routing counts", daemon=True)
         self._thread.start()
         return self
@@ -98,13 +111,13 @@ class CountsFile:
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
-        self._save_or_say()
+        self._save_or_log()
 
     def _run(self) -> None:
         while not self._stopped.wait(SAVE_EVERY):
-            self._save_or_say()
+            self._save_or_log()
 
-    def _save_or_say(self) -> None:
+    def _save_or_log(self) -> None:
         try:
             self.save()
         except OSError as error:
@@ -112,7 +125,7 @@ class CountsFile:
 
 
 class LayerCounter:
-    """Tallies the choices of one layer where they are made, and hands them over every so many rows, without waiting."""
+    """Tallies the choices of one layer on its device, and adds them to the counts every ROUND rows, without waiting."""
 
     def __init__(self, counts: RoutingCounts, layer: int, device: torch.device) -> None:
         self.counts = counts
@@ -143,7 +156,7 @@ class LayerCounter:
         self.tally.index_add_(0, flat, torch.ones_like(flat))
 
     def poll(self, rows: int) -> bool:
-        """Between forwards: so many rows have passed. True when the counts have just been brought up to date."""
+        """Between forwards: `rows` more rows have passed. True when the counts have just been brought up to date."""
         self._rows += rows
         if self._rows_on_the_way:
             if self._copied is not None and not self._copied.query():

@@ -2,14 +2,14 @@
 
 Three ways to run the cold ones:
 
-    RING    few pairs: missing experts are brought into ring slots, then the pairs run as if every expert were hot. A
-            share of the missing, as measured, is meanwhile computed by CPU threads that the device asks through a
-            mailbox. Python is not asked, so the step can be recorded and replayed.
+    CACHE   few pairs: missing experts are brought into the expert cache (LRU), then the pairs run as if every expert
+            were hot. A share of the missing, as measured, is meanwhile computed by CPU threads that the device asks
+            through a mailbox. Python is not asked, so the step can be recorded and replayed.
     STREAM  many pairs: the cold experts pass through a small staging area, group by group, while the resident run.
-    HOST    the cold experts are computed on the CPU while the resident run; the most used one then enters the ring.
+    HOST    the cold experts are computed on the CPU while the resident run; the most used one then enters the cache.
 
-A forward's way depends on its number of rows alone. Without such threads, or with more rows than the ring takes, a
-measured cost model decides between bringing and computing.
+A forward's way depends on its number of rows alone. Without CPU threads, or with more rows than the cache takes, a
+measured cost model decides between bringing experts to the device and computing them on the CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -25,37 +25,39 @@ from torch import Tensor
 
 from rekindle.experts.cost import CostModel
 from rekindle.experts.counts import LayerCounter
-from rekindle.experts.helper import LayerHelper
+from rekindle.experts.cpu_experts import LayerCpuExperts
 from rekindle.experts.residency import Residency
 from rekindle.experts.swaps import choose_swaps
-from rekindle.kernels.matmul import multiply, swiglu
-from rekindle.kernels.moe import ExpertStack, SharedExpert, moe, route
+from rekindle.kernels.matmul import Lanes
+from rekindle.kernels.moe import ExpertStack, SharedExpert, add_shared, moe, route
 
 
 class Way(Enum):
-    RING = auto()
-    STREAM = auto()
-    HOST = auto()
+    """Values are the names in the metrics."""
+
+    CACHE = "cache"
+    STREAM = "stream"
+    HOST = "host"
 
 
 class Weights(Protocol):
-    """Slots on the device and what lies in host memory behind them."""
+    """The experts of a layer: slots on the device, and all or the cold ones in host memory."""
 
     stacks: tuple[ExpertStack, ExpertStack, ExpertStack]
-    expert_bytes: int  # of one expert, over the link
-    recordable: bool  # bringing an expert into the ring does not ask the host
-    helper: LayerHelper | None  # CPU threads that take a share of the missing experts
+    expert_bytes: int  # of one expert, over PCIe
+    recordable: bool  # an expert enters the cache without the host
+    cpu_experts: LayerCpuExperts | None  # CPU threads that take a share of the missing experts
 
     def most_rows(self, at_once: int) -> int:
-        """Rows of a batch that may go through the ring, so many at once."""
+        """Rows of a batch that may go through the cache, `at_once` at a time."""
         ...
 
     def take_in(self, load: Tensor) -> None:
-        """Put expert load[i], unless it is -1, into ring slot i."""
+        """Put expert load[i], unless it is -1, into cache slot i."""
         ...
 
     def run_row(self, h: Tensor, router: Tensor, used: int, tally: Tensor, shared: SharedExpert) -> Tensor | None:
-        """The whole layer for one row, through the ring, in launches that bring missing experts by themselves; None
+        """The whole layer for one row, through the cache, in launches that bring missing experts by themselves; None
         where there are no such launches for h."""
         ...
 
@@ -74,14 +76,14 @@ class Weights(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ExpertSet:
-    router: Tensor  # [experts, hidden], float32
+    router: Tensor | Lanes  # [experts, hidden], float32
     used: int
     weights: Weights
     residency: Residency
     shared: SharedExpert
     cost: CostModel
     counter: LayerCounter
-    swaps: int = 0  # done so far
+    swaps: int = 0  # so far
     _arriving: _Arrival | None = field(default=None)
 
     @property
@@ -89,70 +91,68 @@ class ExpertSet:
         return False
 
     def can_record(self, rows: int) -> bool:
-        """A step with so many rows never asks the host."""
-        return self.weights.recordable and self.way(rows) is Way.RING
+        """A step with this many rows never asks the host."""
+        return self.weights.recordable and self.way(rows) is Way.CACHE
 
     def way(self, rows: int) -> Way:
         pairs, experts = rows * self.used, self.residency.experts
         cold = experts - len(self.residency.hot)
         fits = 0 < rows <= self.weights.most_rows(self._at_once)
-        if fits and self.weights.helper is not None:
-            return Way.RING
+        if fits and self.weights.cpu_experts is not None:
+            return Way.CACHE
         if self.cost.prefers_host(pairs, cold, experts, self.weights.expert_bytes):
             return Way.HOST
-        return Way.RING if fits else Way.STREAM
+        return Way.CACHE if fits else Way.STREAM
 
     def way_name(self, rows: int) -> str:
         way = self.way(rows)
-        return "ring and cpu" if way is Way.RING and self.weights.helper is not None else way.name.lower()
+        with_cpu = way is Way.CACHE and self.weights.cpu_experts is not None
+        return f"{way.value} and cpu" if with_cpu else way.value
 
     @property
     def _at_once(self) -> int:
-        """Rows whose experts certainly find room in the ring together."""
-        return self.residency.ring // self.used
+        """Rows whose experts certainly find room in the cache together."""
+        return self.residency.cache_slots // self.used
 
     def forward(self, h: Tensor) -> Tensor:
         way = self.way(h.shape[0])
         self._finish_arrival()
-        if way is Way.RING:
-            total = self.weights.run_row(h, self.router, self.used, self.counter.tally, self.shared)
+        if way is Way.CACHE:
+            total = None
+            if isinstance(self.router, Tensor):
+                total = self.weights.run_row(h, self.router, self.used, self.counter.tally, self.shared)
             if total is not None:
                 return total
         ids, weights = route(h, self.router, self.used)
-        if way is Way.RING:
+        if way is Way.CACHE:
             turns = zip(*(tensor.split(self._at_once) for tensor in (h, ids, weights)), strict=True)
-            parts = [self._by_ring(*turn) for turn in turns]
+            parts = [self._by_cache(*turn) for turn in turns]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         self.counter.note(ids)
         if way is Way.STREAM:
-            return self._with_shared(h, self.weights.stream(h, ids, weights))
-        total = self._with_shared(h, self.weights.host(h, ids, weights))
+            return add_shared(self.weights.stream(h, ids, weights), h, self.shared).to(h.dtype)
+        total = add_shared(self.weights.host(h, ids, weights), h, self.shared).to(h.dtype)
         self._begin_arrival(ids)
         return total
 
-    def _by_ring(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        helper = self.weights.helper
-        slots, load = self.residency.admit(ids, self.counter.tally, None if helper is None else helper.takes)
-        if helper is not None:
-            weights = helper.ask(h, ids, slots, weights)
+    def _by_cache(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        cpu = self.weights.cpu_experts
+        slots, load = self.residency.admit(ids, self.counter.tally, None if cpu is None else cpu.takes)
+        if cpu is not None:
+            weights = cpu.ask(h, ids, slots, weights)
         self.weights.take_in(load)
         total = moe(h, slots, weights, *self.weights.stacks, self.shared)
-        if helper is not None:
-            helper.collect(total)
+        if cpu is not None:
+            cpu.collect(total)
         return total
-
-    def _with_shared(self, h: Tensor, total: Tensor) -> Tensor:
-        share = torch.sigmoid(h.float() @ self.shared.scale.float())[:, None]
-        extra = multiply(swiglu(h, self.shared.gate, self.shared.up), self.shared.down).float()
-        return (total + share * extra).to(h.dtype)
 
     # Between forwards
 
-    def settle(self, rows: int) -> None:
-        """So many rows have passed; when the counts say so, a few experts change places."""
+    def poll(self, rows: int) -> None:
+        """`rows` rows have passed; when the counts say so, a few experts change places."""
         self._finish_arrival()
-        if self.weights.helper is not None:
-            self.weights.helper.check()
+        if self.weights.cpu_experts is not None:
+            self.weights.cpu_experts.check()
         if not self.counter.poll(rows):
             return
         for goes, comes in choose_swaps(self.counter.row, self.residency.hot):
@@ -165,10 +165,10 @@ class ExpertSet:
         self.weights.swap(slot, goes, comes)
         self.swaps += 1
 
-    # An expert that the CPU has just computed follows into the ring while later layers run
+    # An expert that the CPU has just computed enters the cache while later layers run
 
     def _begin_arrival(self, ids: Tensor) -> None:
-        if not self.residency.ring:
+        if not self.residency.cache_slots:
             return
         load = self.residency.make_room(ids)
         arrival = _Arrival(load)
@@ -179,7 +179,7 @@ class ExpertSet:
     def _finish_arrival(self) -> None:
         if self._arriving is not None:
             self._arriving.wait()
-            self.residency.settle(self._arriving.load)
+            self.residency.finish_loading(self._arriving.load)
             self._arriving = None
 
 

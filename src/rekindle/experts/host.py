@@ -14,7 +14,7 @@ from rekindle.kernels.matmul import product
 
 
 class HostExecutor:
-    """Multiplies with an expert's weights, expanded in host memory. Keeps the last few expanded ones if told to."""
+    """Multiplies with an expert's weights, expanded in host memory. Keeps the `keep` most recently used expanded."""
 
     def __init__(self, values: Callable[[int], Three], keep: int = 0) -> None:
         self._values = values

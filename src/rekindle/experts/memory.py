@@ -1,4 +1,4 @@
-"""Host memory that the device reads by itself."""
+"""Host memory that the device reads and writes itself: cold experts, and the mailbox of the CPU threads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from rekindle.errors import DoesNotFit
+from rekindle.kernels.pinning import pin
 
 
 class HostMemory:
-    """Pages of their own, which the device may read by itself: pinned as long as this object lives."""
+    """Memory of its own, pinned as long as this object lives."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        # Private: shared memory gets no large pages. No child gets it, so that a fork makes none of its pages a copy.
+        # Private: shared memory gets no large pages. DONTFORK: a fork would make its pages copy-on-write.
         pages = mmap.mmap(-1, max(mmap.PAGESIZE, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # a system without large pages is slower, not wrong
@@ -26,11 +27,19 @@ class HostMemory:
         self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
         self._taken = 0
         if device.type == "cuda":
-            _pin(self._bytes)
-            weakref.finalize(self, _unpin, self._bytes.data_ptr()).atexit = False
+            self._pin(device)
+
+    def _pin(self, device: torch.device) -> None:
+        unpin = pin(device, self._bytes.data_ptr(), self._bytes.nbytes)
+        if unpin is None:
+            raise DoesNotFit(
+                f"{self._bytes.nbytes} bytes of host memory for cold experts cannot be pinned; "
+                "the limit on locked memory may be too low"
+            )
+        weakref.finalize(self, unpin).atexit = False
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The next piece, not yet filled."""
+        """The next tensor, not yet filled."""
         nbytes = math.prod(shape) * dtype.itemsize
         start, self._taken = self._taken, self._taken + whole_lines(nbytes)
         assert self._taken <= len(self._bytes), (
@@ -39,19 +48,6 @@ class HostMemory:
         return self._bytes[start : start + nbytes].view(dtype).view(*shape)
 
 
-def _pin(memory: Tensor) -> None:
-    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-    if code:
-        raise DoesNotFit(
-            f"{memory.nbytes} bytes of host memory for cold experts cannot be pinned (CUDA error {code}); "
-            "the limit on locked memory may be too low"
-        )
-
-
-def _unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
-
-
 def whole_lines(nbytes: int) -> int:
-    """Planes begin at whole 256 bytes."""
+    """Rounded up to 256 bytes, at which every tensor begins."""
     return -(-nbytes // 256) * 256

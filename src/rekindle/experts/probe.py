@@ -1,4 +1,4 @@
-"""Measures, once at start, what the cost model needs to know of this machine."""
+"""Measures, once at start, the costs of this machine for the cost model and the CPU threads' share."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from rekindle.experts.cost import CostModel
-from rekindle.experts.helper import LayerHelper
+from rekindle.experts.cpu_experts import LayerCpuExperts
 from rekindle.experts.packed import PackedWeights
 from rekindle.experts.residency import Residency
 
 log = logging.getLogger("rekindle.experts")
 
 MANY = 16  # rows of the larger host product
-EIGHT = 8  # experts that are split between link and CPU
+EIGHT = 8  # experts that are split between PCIe and CPU
 TURNS = 8  # with other experts each time, so that no cache has them
-GAIN = 0.95  # of the time with fewer experts on the CPU: else it is left in peace
+GAIN = 0.95  # of the time with fewer experts on the CPU, at most; otherwise the CPU takes no more
 
 
 def measure_costs(weights: PackedWeights, residency: Residency, hidden: int, dtype: torch.dtype) -> CostModel:
@@ -27,31 +27,31 @@ def measure_costs(weights: PackedWeights, residency: Residency, hidden: int, dty
     device = residency.table.device
     cold = next(expert for expert in range(residency.experts) if expert not in residency.hot)
     row, rows = torch.randn(1, hidden), torch.randn(MANY, hidden)
-    link = weights.fill_staging() / _best(weights.fill_staging, device)
+    pcie = weights.fill_staging() / _best(weights.fill_staging, device)
     one = _best(lambda: weights.host_executor.share(row, cold), device, repeats=3)
     many = _best(lambda: weights.host_executor.share(rows, cold), device, repeats=3)
     x = row.to(device, dtype)
     call = _best(lambda: x.float().cpu().to(device), device)
     pair = max(0.0, many - one) / (MANY - 1)
-    return CostModel(link=link, host_call=call, host_expert=max(0.0, one - pair), host_pair=pair, device_pair=0.0)
+    return CostModel(pcie=pcie, host_call=call, host_expert=max(0.0, one - pair), host_pair=pair, device_pair=0.0)
 
 
-def measure_takes(weights: PackedWeights, helper: LayerHelper, x: Tensor) -> list[int]:
+def measure_takes(weights: PackedWeights, cpu_experts: LayerCpuExperts, x: Tensor) -> list[int]:
     """Of 0, 1, … missing experts, as many as the mailbox takes, how many the CPU should compute: all splits of up to
     eight are tried, as the device would ask for them; of more it takes the same share."""
-    most = min(EIGHT, weights.cold, helper.box.pairs)
-    splits = _Splits(weights, helper, x, most)
+    most = min(EIGHT, weights.cold, cpu_experts.box.pairs)
+    splits = _Splits(weights, cpu_experts, x, most)
     takes = [0]
     for missing in range(1, most + 1):
         took = [splits.microseconds(missing, mine) for mine in range(missing + 1)]
         takes.append(best_split(took))
         log.info("of %d cold experts the CPU takes %d; µs by how many it takes: %s", missing, takes[-1],
                  [round(t) for t in took])  # fmt: skip
-    return takes + [missing * takes[most] // most for missing in range(most + 1, helper.box.pairs + 1)]
+    return takes + [missing * takes[most] // most for missing in range(most + 1, cpu_experts.box.pairs + 1)]
 
 
 def best_split(took: Sequence[float]) -> int:
-    """Which of these times, by how many experts the CPU takes; one more must gain something."""
+    """How many experts the CPU should take, by the times for 0, 1, …; one more must gain something."""
     best = 0
     for mine in range(len(took)):
         if took[mine] < GAIN * took[best]:
@@ -60,18 +60,18 @@ def best_split(took: Sequence[float]) -> int:
 
 
 class _Splits:
-    """Some experts divided between link and CPU, several times one after another, asked for by the device alone."""
+    """Some experts divided between PCIe and CPU, several times one after another, asked for by the device alone."""
 
-    def __init__(self, weights: PackedWeights, helper: LayerHelper, x: Tensor, most: int) -> None:
+    def __init__(self, weights: PackedWeights, cpu_experts: LayerCpuExperts, x: Tensor, most: int) -> None:
         starts = [turn * most % (weights.cold - most + 1) for turn in range(TURNS)]
         self._ids = torch.stack([weights.at_place[start : start + most] for start in starts])  # [turns, most]
         self._slots, self._load = torch.zeros_like(self._ids), torch.full_like(self._ids, -1)
-        self._weights, self._helper, self._x = weights, helper, x
+        self._weights, self._cpu_experts, self._x = weights, cpu_experts, x
         self._even = torch.ones(1, most, device=x.device)
         self._run = self._recorded() if x.is_cuda else self._turns
 
     def microseconds(self, missing: int, mine: int) -> float:
-        """Of one turn in which so many are missing."""
+        """Of one turn in which `missing` experts are missing and the CPU takes `mine` of them."""
         at = torch.arange(self._ids.shape[1], device=self._x.device)
         self._slots.copy_(torch.where(at < mine, -1, 0).expand_as(self._slots))
         self._load.copy_(torch.where((at >= mine) & (at < missing), self._ids, -1))
@@ -79,13 +79,13 @@ class _Splits:
 
     def _turns(self) -> None:
         for ids, slots, load in zip(self._ids, self._slots, self._load, strict=True):
-            self._helper.ask(self._x, ids[None], slots[None].clone(), self._even)
+            self._cpu_experts.ask(self._x, ids[None], slots[None].clone(), self._even)
             self._weights.take_in_staging(load)
-            self._helper.collect(torch.zeros_like(self._x))
+            self._cpu_experts.collect(torch.zeros_like(self._x))
 
     def _recorded(self) -> Callable[[], None]:
-        """Launches that Python sends one by one would wait for it."""
-        self._turns()  # compiled before
+        """As a graph: launches sent one by one would wait for Python."""
+        self._turns()  # compiles the kernels
         # Not `torch.cuda.graph`: its stream lies on whichever device recorded first.
         device, graph = self._x.device, torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(device)

@@ -1,8 +1,9 @@
-"""Who of a layer's experts is on the device, and in which slot.
+"""Which of a layer's experts are on the device, and in which slot.
 
-Slots [0, hot) hold the experts that placement chose; the ring behind them takes in cold experts on use, the least
-recently used leaving. The tables are tensors on the device and are read and changed there, in the order of the stream:
-a forward needs no answer from the host to find its experts, so it can be part of a recorded step.
+Slots [0, hot) hold the experts that placement chose. The slots after them are the expert cache: it takes in cold
+experts on use, and evicts the least recently used. The tables are tensors on the device and are read and changed there,
+in the order of the stream: a forward needs no answer from the host to find its experts, so it can be part of a recorded
+step.
 """
 
 from __future__ import annotations
@@ -14,35 +15,37 @@ from torch import Tensor
 
 
 class Residency:
-    def __init__(self, hot: Sequence[int], ring: int, experts: int, device: torch.device) -> None:
+    def __init__(self, hot: Sequence[int], cache_slots: int, experts: int, device: torch.device) -> None:
         assert len(set(hot)) == len(hot), f"an expert is hot twice: {sorted(hot)}"
-        assert len(hot) + ring <= experts, f"{len(hot)} hot experts and a ring of {ring} are more than {experts}"
+        slots = len(hot) + cache_slots
+        assert slots <= experts, f"{len(hot)} hot experts and a cache of {cache_slots} are more than {experts}"
         self.hot = list(hot)  # expert in slot 0, 1, …; the host's own copy, which only swaps change
-        self.ring = ring
+        self.cache_slots = cache_slots
         self.experts = experts
         self.table = torch.full((experts,), -1, dtype=torch.int32)  # expert -> slot or -1
         self.table[torch.tensor(self.hot, dtype=torch.long)] = torch.arange(len(hot), dtype=torch.int32)
         self.table = self.table.to(device)
-        self.owner = torch.full((ring,), -1, dtype=torch.int32, device=device)  # ring slot -> expert or -1
-        self.used_at = torch.zeros(ring, dtype=torch.int64, device=device)  # step of the last use
+        self.owner = torch.full((cache_slots,), -1, dtype=torch.int32, device=device)  # cache slot -> expert or -1
+        self.used_at = torch.zeros(cache_slots, dtype=torch.int64, device=device)  # step of the last use
         self.step = torch.zeros(1, dtype=torch.int64, device=device)  # 32 bits would be full after a month
 
     @property
     def slots(self) -> int:
-        return len(self.hot) + self.ring
+        return len(self.hot) + self.cache_slots
 
     def slots_of(self, ids: Tensor) -> Tensor:
         """The slot of each id, -1 where it is not on the device."""
         return self.table.index_select(0, ids.flatten()).view(ids.shape)
 
     def admit(self, ids: Tensor, tally: Tensor, takes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Make room for every id. Needs a ring with at least as many slots as there are ids.
+        """Make room for every id. Needs a cache with at least as many slots as there are ids.
 
-        Gives the slot of each id, and per ring slot the expert whose weights must be put there first, or -1: missing
+        Gives the slot of each id, and per cache slot the expert whose weights must be put there first, or -1: missing
         experts take the oldest slots in the order of the ids. Adds the ids to the tally. Of n missing experts
         takes[n] are left to the CPU, each time others: their ids have slot -1.
         """
-        assert ids.numel() <= self.ring, f"{ids.numel()} pairs may need more slots than the ring's {self.ring}"
+        pairs, slots = ids.numel(), self.cache_slots
+        assert pairs <= slots, f"{pairs} pairs may need more slots than the cache's {slots}"
         if ids.is_cuda:
             from rekindle.experts.triton import admit as on_device
 
@@ -57,7 +60,8 @@ class Residency:
         missing = torch.tensor(list(dict.fromkeys(flat[self.table[flat] < 0].tolist())), dtype=torch.long)
         turn = (torch.arange(len(missing), device=ids.device) + self.step) % max(1, len(missing))
         missing = missing[turn >= (0 if takes is None else takes[len(missing)])]
-        age = torch.where(hit, self.step, self.used_at).long() * self.ring + torch.arange(self.ring, device=ids.device)
+        slots = torch.arange(self.cache_slots, device=ids.device)
+        age = torch.where(hit, self.step, self.used_at).long() * self.cache_slots + slots
         oldest = torch.argsort(age)[: len(missing)]  # never a hit: those were used in this very step
         load = torch.full_like(self.owner, -1)
         load[oldest] = missing.int()
@@ -69,9 +73,9 @@ class Residency:
         return self.slots_of(ids), load
 
     def make_room(self, ids: Tensor) -> Tensor:
-        """The oldest ring slot is emptied for the missing expert that most pairs chose; the answer is as in `admit`.
+        """The oldest cache slot is emptied for the missing expert that most pairs chose; the answer is as in `admit`.
 
-        Slots that were used become young. The tables name the newcomer only after `settle`.
+        Slots that were used become young. The tables name the newcomer only after `finish_loading`.
         """
         votes = torch.zeros(self.experts, dtype=torch.int32, device=ids.device)
         votes.index_add_(0, ids.flatten(), torch.ones_like(ids).flatten())
@@ -80,29 +84,29 @@ class Residency:
         self.used_at.copy_(torch.where(hit, self.step, self.used_at))
         wanted = torch.where(self.table < 0, votes, 0)
         newcomer = torch.where(wanted.max() > 0, wanted.argmax(), -1).int()
-        oldest = torch.arange(self.ring, device=ids.device) == self.used_at.argmin()
+        oldest = torch.arange(self.cache_slots, device=ids.device) == self.used_at.argmin()
         takes = oldest & (newcomer >= 0)
         leaves = torch.isin(torch.arange(self.experts, device=ids.device), self.owner.masked_fill(~takes, -1))
         self.table.masked_fill_(leaves, -1)
         self.owner.masked_fill_(takes, -1)
         return torch.where(takes, newcomer, -1).int()
 
-    def settle(self, load: Tensor) -> None:
-        """The experts in `load` have arrived in their ring slots."""
+    def finish_loading(self, load: Tensor) -> None:
+        """The experts in `load` have arrived in their cache slots."""
         came = load >= 0
         self.owner.copy_(torch.where(came, load, self.owner))
         self.used_at.copy_(torch.where(came, self.step, self.used_at))
-        slots = torch.arange(self.ring, dtype=torch.int32, device=load.device) + len(self.hot)
-        at = (load[None, :] == torch.arange(self.experts, device=load.device)[:, None]).int()  # [experts, ring]
+        slots = torch.arange(self.cache_slots, dtype=torch.int32, device=load.device) + len(self.hot)
+        at = (load[None, :] == torch.arange(self.experts, device=load.device)[:, None]).int()  # [experts, cache slots]
         self.table.copy_(torch.where(at.any(1), (at * slots).sum(1).int(), self.table))
 
     def swap(self, goes: int, comes: int) -> int:
         """A hot expert and a cold one change places in the tables; gives the slot, whose weights the caller changes."""
         slot = self.hot.index(goes)
         self.hot[slot] = comes
-        in_ring = self.owner == comes  # a copy there is of no more use
-        self.owner.masked_fill_(in_ring, -1)
-        self.used_at.masked_fill_(in_ring, 0)
+        in_cache = self.owner == comes  # its copy there is not needed any more
+        self.owner.masked_fill_(in_cache, -1)
+        self.used_at.masked_fill_(in_cache, 0)
         self.table[goes] = -1
         self.table[comes] = slot
         return slot

@@ -10,15 +10,16 @@ import torch
 
 from rekindle.experts.cost import CostModel
 from rekindle.experts.counts import LayerCounter, RoutingCounts
-from rekindle.experts.dense import DenseWeights
+from rekindle.experts.cpu_experts import CpuExperts
 from rekindle.experts.expert_set import ExpertSet
-from rekindle.experts.helper import Helper
-from rekindle.experts.packed import PackedWeights, Staging
+from rekindle.experts.looped import DenseWeights, LaneWeights
+from rekindle.experts.packed import PackedWeights
 from rekindle.experts.probe import measure_costs, measure_takes
 from rekindle.experts.residency import Residency
+from rekindle.experts.staging import Staging
 from rekindle.experts.stored import StoredExperts, stored_experts
-from rekindle.kernels.matmul import Matrix, make_matrix, stays_quantised
-from rekindle.kernels.moe import ExpertStack, SharedExpert, make_stack, moe, route
+from rekindle.kernels.matmul import Lanes, Matrix, make_matrix, stays_quantised
+from rekindle.kernels.moe import ExpertStack, SharedExpert, make_router, make_stack, moe, route
 from rekindle.weights import WeightFile
 
 log = logging.getLogger(__name__)
@@ -28,23 +29,23 @@ log = logging.getLogger(__name__)
 class RoutedFfn:
     """A router, the experts it chooses from, and the shared expert that every row takes. All are on the device."""
 
-    router: torch.Tensor  # [experts, hidden], float32: near ties must not be decided by rounding
+    router: torch.Tensor | Lanes  # [experts, hidden], float32
     used: int
     gate: ExpertStack
     up: ExpertStack
     down: ExpertStack
     shared: SharedExpert
-    counter: LayerCounter | None = None  # only beside layers with cold experts, whose share of memory it may claim
+    counter: LayerCounter | None = None  # where other layers have cold experts: all layers compete for hot slots
 
     @property
     def all_resident(self) -> bool:
         return True
 
     def can_record(self, rows: int) -> bool:
-        """Dense experts are looped over on the host."""
-        return all(stack.packed is not None for stack in (self.gate, self.up, self.down))
+        """Whether a step never asks the host, as the loop over dense experts does."""
+        return all(stack.dense is None for stack in (self.gate, self.up, self.down))
 
-    def settle(self, rows: int) -> None:
+    def poll(self, rows: int) -> None:
         if self.counter is not None:
             self.counter.poll(rows)
 
@@ -60,14 +61,14 @@ class SpanExperts:
     """What placement decided for the layers of a span, and what its layers share."""
 
     hot: Sequence[Sequence[int]]  # expert ids per layer of the span
-    ring: Sequence[int]  # spare slots per layer of the span
+    cache_slots: Sequence[int]  # of the expert cache, per layer of the span
     counts: RoutingCounts
     cost: CostModel | None = None  # measured at the first layer if left out
     keep: int = 0  # expanded experts that the CPU keeps per layer
-    helps: bool = True  # CPU threads may take a share of a step
+    use_cpu: bool = True  # CPU threads may take a share of a step
     _staging: dict[object, Staging] = field(default_factory=dict)
-    _helper: Helper | None = None
-    _measured: bool = False  # a layer has found out whether a helper is worth it
+    _cpu_experts: CpuExperts | None = None
+    _measured: bool = False  # a layer has measured whether CPU threads gain anything
 
     def has_cold(self, experts: int) -> bool:
         return any(len(hot) < experts for hot in self.hot)
@@ -78,33 +79,33 @@ class SpanExperts:
     def keep_staging(self, stored: StoredExperts, staging: Staging) -> None:
         self._staging[_kind(stored)] = staging
 
-    def bring_helper(self, weights: PackedWeights, used: int, width: int, x: torch.Tensor) -> None:
-        """Give the layer the helper of the span, if it can read the layer's types; the first such layer starts it and
-        measures, with x [1, hidden], what it is worth."""
-        pairs = max(self.ring)
-        if not self.helps or pairs < used or not weights.can_be_helped:
+    def attach_cpu_experts(self, weights: PackedWeights, used: int, width: int, x: torch.Tensor) -> None:
+        """Give the layer the CPU threads of the span, if they can read its types; the first such layer starts them and
+        measures, with x [1, hidden], which share of the missing experts they should take."""
+        pairs = max(self.cache_slots)
+        if not self.use_cpu or pairs < used or not weights.cpu_reads_types:
             return
         if not self._measured:
             self._measured = True
-            self._helper = Helper.start(pairs // used, pairs, x.shape[1], width, x.device)
-            if self._helper is not None and not self._is_worth_it(self._helper, weights, x):
-                self._helper = None  # its threads end
-        if self._helper is not None:
-            weights.let_help(self._helper)
+            self._cpu_experts = CpuExperts.start(pairs // used, pairs, x.shape[1], width, x.device)
+            if self._cpu_experts is not None and not self._is_worth_it(self._cpu_experts, weights, x):
+                self._cpu_experts = None  # its threads end
+        if self._cpu_experts is not None:
+            weights.use_cpu_experts(self._cpu_experts)
 
     @staticmethod
-    def _is_worth_it(helper: Helper, weights: PackedWeights, x: torch.Tensor) -> bool:
-        """Whether the CPU takes any; how many is written where the device reads it."""
-        weights.let_help(helper)
-        assert weights.helper is not None, "it has just been given one"
-        takes = measure_takes(weights, weights.helper, x)
-        if helper.lost[0]:  # whoever does not answer looks quick
-            log.warning("cold experts come over the link alone: the CPU threads did not answer")
+    def _is_worth_it(cpu_experts: CpuExperts, weights: PackedWeights, x: torch.Tensor) -> bool:
+        """Whether the CPU should take any; how many is written to `takes`, which the device reads."""
+        weights.use_cpu_experts(cpu_experts)
+        assert weights.cpu_experts is not None, "it has just been given them"
+        takes = measure_takes(weights, weights.cpu_experts, x)
+        if cpu_experts.lost[0]:  # timings of dead threads are discarded
+            log.warning("cold experts come over PCIe alone: the CPU threads did not answer")
             takes = [0]
         if not any(takes):
-            weights.helper = None
+            weights.cpu_experts = None
             return False
-        helper.takes.copy_(torch.tensor(takes))
+        cpu_experts.takes.copy_(torch.tensor(takes))
         return True
 
 
@@ -132,7 +133,7 @@ def load_routed_ffn(
     def values(part: str) -> torch.Tensor:
         return torch.from_numpy(file.values(f"{name}.{part}.weight").copy()).to(device)
 
-    router, used = values("ffn_gate_inp"), file.spec.ffn.used
+    router, used = make_router(values("ffn_gate_inp")), file.spec.ffn.used
     shared = SharedExpert(
         gate=matrix("ffn_gate_shexp"),
         up=matrix("ffn_up_shexp"),
@@ -154,20 +155,22 @@ def make_expert_set(
     plan: SpanExperts,
     place: int,
     counter: LayerCounter,
-    router: torch.Tensor,
+    router: torch.Tensor | Lanes,
     used: int,
     shared: SharedExpert,
     device: torch.device,
     dtype: torch.dtype,
 ) -> ExpertSet:
-    residency = Residency(plan.hot[place], plan.ring[place], stored.count, device)
-    weights: DenseWeights | PackedWeights
-    if all(stays_quantised(part.type, device) for part in stored.parts):
+    residency = Residency(plan.hot[place], plan.cache_slots[place], stored.count, device)
+    weights: DenseWeights | PackedWeights | LaneWeights
+    if isinstance(router, Lanes):
+        weights = LaneWeights(stored, residency, dtype)
+    elif all(stays_quantised(part.type, device) for part in stored.parts):
         weights = PackedWeights(stored, residency, device, plan.staging_like(stored), plan.keep)
         plan.keep_staging(stored, weights.staging)
         plan.cost = plan.cost or measure_costs(weights, residency, router.shape[1], dtype)
         x = torch.randn(1, router.shape[1], device=device).to(dtype)
-        plan.bring_helper(weights, used, stored.parts[0].shape[1], x)
+        plan.attach_cpu_experts(weights, used, stored.parts[0].shape[1], x)
     else:
         weights = DenseWeights(stored, residency, device, dtype, plan.keep)
     return ExpertSet(router, used, weights, residency, shared, plan.cost or CostModel.same_memory(), counter)

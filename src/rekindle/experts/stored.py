@@ -1,4 +1,4 @@
-"""The experts of one layer as the file stores them: mapped, so that one which nobody uses costs no memory."""
+"""The experts of one layer as the file stores them, in host memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Three = tuple[Tensor, Tensor, Tensor]  # gate, up, down of one expert
 class StoredPart:
     """Gate, up or down of all experts."""
 
-    raw: np.ndarray  # uint8 [experts · out, bytes of a row], a view of the map
+    raw: np.ndarray  # uint8 [experts · out, bytes of a row]
     type: str
     shape: tuple[int, int, int]  # experts, out, in
 

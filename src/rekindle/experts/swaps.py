@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-GAIN = 1.5  # a cold expert must be used so many times as much as the hot one it replaces …
-LEAST = 4.0  # … and by so many choices more, or noise would move weights about
-MOST = 2  # swaps per layer and round: each moves two experts over the link
+GAIN = 1.5  # a cold expert must be used this many times as much as the hot one it replaces …
+LEAST = 4.0  # … and by this many choices more, or noise would move weights about
+MOST = 2  # swaps per layer and round: each moves two experts over PCIe
 
 
 def choose_swaps(

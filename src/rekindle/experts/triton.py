@@ -1,7 +1,7 @@
 """Finding and fetching experts on a GPU, without asking Python.
 
 Cold weights lie in pinned host memory that the device can address, so a kernel which finds that an expert is missing
-reads it over the link by itself, or puts it on the list of a crew of CPU threads. One row has all of it in the launches
+reads it over PCIe by itself, or puts it on the list of the CPU threads. One row has all of it in the launches
 that choose and multiply (`route_row`, and `kernels.moe.bring`); more rows take a launch for each.
 """
 
@@ -15,17 +15,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from rekindle.kernels.device import starting_early
-from rekindle.kernels.matmul.arrivals import all_arrived, counters
+from rekindle.kernels.device import pdl_arguments
+from rekindle.kernels.matmul.tile_semaphores import is_last_program, semaphores
 from rekindle.kernels.moe.bring import host_answered
 from rekindle.kernels.moe.naive import LEAST_SUM
-from rekindle.kernels.moe.triton import chosen, route_config, store_logits
+from rekindle.kernels.moe.router import chosen, route_config, store_logits
 
 if TYPE_CHECKING:
     from rekindle.experts.residency import Residency
     from rekindle.kernels.moe.cold import Answer
 
-Mail = tuple[Tensor | int, ...]  # `LayerHelper.mailbox`
+Mail = tuple[Tensor | int, ...]  # `LayerCpuExperts.mailbox`
 PIECE = 4096  # 32-bit words one program copies
 X_AT_ONCE = tl.constexpr(1024)  # values of x that go to the mailbox at once
 NEVER = tl.constexpr(1 << 62)  # a step that does not come
@@ -33,7 +33,7 @@ NEVER = tl.constexpr(1 << 62)  # a step that does not come
 
 @triton.jit
 def _admit(  # type: ignore[no-untyped-def]
-    id, pairs, table, owner, used_at, step, tally, load, takes, ring, hot,
+    id, pairs, table, owner, used_at, step, tally, load, takes, cache_slots, hot,
     HELPED: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """What `Residency._admit` does, for the ids [P]: (slots or -1, whether the expert must be brought there first, how
@@ -43,8 +43,8 @@ def _admit(  # type: ignore[no-untyped-def]
     live = p < pairs
     now = tl.load(step) + 1
     slot = tl.load(table + id, live, other=0)
-    owned = tl.load(owner + s, s < ring, other=-1)
-    age = tl.load(used_at + s, s < ring, other=NEVER)
+    owned = tl.load(owner + s, s < cache_slots, other=-1)
+    age = tl.load(used_at + s, s < cache_slots, other=NEVER)
     tl.atomic_add(tally + id, 1, live, sem="relaxed")
     before = (id[None, :] == id[:, None]) & (p[None, :] < p[:, None])
     missing = live & (slot < 0) & (tl.sum(before.to(tl.int32), 1) == 0)
@@ -70,8 +70,8 @@ def _admit(  # type: ignore[no-untyped-def]
         slot = tl.where(mine, hot + at, slot)
         brought = brought | mine
     tl.store(owner + s, arriving, arriving >= 0)
-    tl.store(used_at + s, age, (s < ring) & (age == now))
-    tl.store(load + s, arriving, s < ring)
+    tl.store(used_at + s, age, (s < cache_slots) & (age == now))
+    tl.store(load + s, arriving, s < cache_slots)
     tl.store(step, now)
     return slot, brought, left
 
@@ -108,25 +108,25 @@ def _ask(  # type: ignore[no-untyped-def]
 # ---- one row: choosing, admitting and asking are one launch ------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["ring", "hot"])
+@triton.jit(do_not_specialize=["cache_slots", "hot"])
 def _route_row_kernel(  # type: ignore[no-untyped-def]
-    h, router, logits, slots, sources, weights, arrived, experts, hidden, least,
-    table, owner, used_at, step, tally, load, places, takes, ring, hot,
+    h, router, logits, slots, sources, weights, semaphores, experts, hidden, least,
+    table, owner, used_at, step, tally, load, places, takes, cache_slots, hot,
     layer, count, asked, head, box_place, box_row, box_weight, x, number, gone,
     USED: tl.constexpr, E: tl.constexpr, P: tl.constexpr, R: tl.constexpr, HELPED: tl.constexpr,
-    BE: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    BE: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BE logits; the last program does the rest. A pair that the host takes keeps slot 0 here, with no weight."""
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
-    store_logits(h, router, logits, 1, experts, hidden, BE, 1, BK, EARLY)
-    if all_arrived(arrived, tl.num_programs(0)):
+    store_logits(h, router, logits, 1, experts, hidden, BE, 1, BK, PDL)
+    if is_last_program(semaphores, tl.num_programs(0)):
         id, weight = chosen(logits, experts, least, USED, E, P)
         p = tl.arange(0, P)
         id = tl.where(p < USED, id, -1)
         place = tl.load(places + id, p < USED, other=-1)
         slot, brought, left = _admit(
-            id, USED, table, owner, used_at, step, tally, load, takes, ring, hot, HELPED, P, R
+            id, USED, table, owner, used_at, step, tally, load, takes, cache_slots, hot, HELPED, P, R
         )  # fmt: skip
         if HELPED:
             tl.store(count, left)  # a row's experts are distinct
@@ -157,12 +157,12 @@ def route_row(
     load = torch.empty_like(residency.owner)
     takes, *asking = mailbox or (load, 0, load, *(0,) * 6, load, load)
     _route_row_kernel[(triton.cdiv(experts, config.experts),)](
-        h.contiguous(), router, logits, slots, sources, weights, counters(device), experts, hidden, LEAST_SUM,
+        h.contiguous(), router, logits, slots, sources, weights, semaphores(device), experts, hidden, LEAST_SUM,
         residency.table, residency.owner, residency.used_at, residency.step, tally, load, places, takes,
-        residency.ring, len(residency.hot), *asking, USED=used, E=triton.next_power_of_2(experts),
-        P=triton.next_power_of_2(used), R=triton.next_power_of_2(residency.ring), HELPED=mailbox is not None,
+        residency.cache_slots, len(residency.hot), *asking, USED=used, E=triton.next_power_of_2(experts),
+        P=triton.next_power_of_2(used), R=triton.next_power_of_2(residency.cache_slots), HELPED=mailbox is not None,
         BE=config.experts, BK=min(config.columns, triton.next_power_of_2(hidden)),
-        num_warps=config.warps, **starting_early(device),
+        num_warps=config.warps, **pdl_arguments(device),
     )  # fmt: skip
     return slots, sources, weights
 
@@ -170,14 +170,16 @@ def route_row(
 # ---- more rows: a launch for each --------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["pairs", "ring", "hot"])
+@triton.jit(do_not_specialize=["pairs", "cache_slots", "hot"])
 def _admit_kernel(  # type: ignore[no-untyped-def]
-    ids, table, owner, used_at, step, tally, slots, load, takes, pairs, ring, hot,
+    ids, table, owner, used_at, step, tally, slots, load, takes, pairs, cache_slots, hot,
     HELPED: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     p = tl.arange(0, P)
     id = tl.load(ids + p, p < pairs, other=-1)
-    slot, _brought, _left = _admit(id, pairs, table, owner, used_at, step, tally, load, takes, ring, hot, HELPED, P, R)
+    slot, _brought, _left = _admit(
+        id, pairs, table, owner, used_at, step, tally, load, takes, cache_slots, hot, HELPED, P, R
+    )  # fmt: skip
     tl.store(slots + p, slot, p < pairs)
 
 
@@ -185,8 +187,9 @@ def admit(residency: Residency, ids: Tensor, tally: Tensor, takes: Tensor | None
     slots, load = torch.empty_like(ids), torch.empty_like(residency.owner)
     _admit_kernel[(1,)](
         ids, residency.table, residency.owner, residency.used_at, residency.step, tally, slots, load,
-        load if takes is None else takes, ids.numel(), residency.ring, len(residency.hot), HELPED=takes is not None,
-        P=triton.next_power_of_2(ids.numel()), R=triton.next_power_of_2(residency.ring), num_warps=4
+        load if takes is None else takes, ids.numel(), residency.cache_slots, len(residency.hot),
+        HELPED=takes is not None, P=triton.next_power_of_2(ids.numel()),
+        R=triton.next_power_of_2(residency.cache_slots), num_warps=4
     )  # fmt: skip
     return slots, load
 

@@ -1,9 +1,11 @@
-"""What the tile sizes of a kernel need to know of the device."""
+"""What the launch shape of a kernel depends on: properties of the device, read here and nowhere else."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import sys
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -12,20 +14,33 @@ from triton import knobs
 
 log = logging.getLogger(__name__)
 
-CARVEOUT = 9  # how the driver calls the share of a multiprocessor's memory that a kernel wants as shared memory
-SHARED_PART = 10  # that share, in per cent: what is left is its first cache
-ROOMY = 200_000  # bytes of shared memory per program: data-centre cards have 227 KiB, others 64 to 100
+CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+SHARED_PART = 10  # per cent of a multiprocessor's memory; the rest is its L1
+# Bytes of shared memory that a program may have; launch shapes are made for these classes of cards:
+ROOMY = 200_000  # 227 KiB: NVIDIA's data-centre cards from Hopper on
+ORDINARY = 99_000  # 99 KiB: NVIDIA's other cards; 163 KiB: the A100
+LEAST = 0  # 64 KiB: AMD's
 
 T = TypeVar("T", bound=Any)  # a kernel, compiled or interpreted
+F = TypeVar("F")  # a launch shape
+
+
+def fitting(device: torch.device, forms: Mapping[int, F]) -> F:
+    """The most demanding launch shape that fits, of shapes by the shared memory that they are made for (ROOMY …)."""
+    room = shared_memory(device)
+    return forms[max(need for need in forms if need <= room)]
 
 
 def is_roomy(device: torch.device) -> bool:
-    """Deep pipelines of large tiles fit. The CPU, where kernels only run in the interpreter, takes the same tiles."""
-    return device.type != "cuda" or _shared_memory(device) >= ROOMY
+    """Deep pipelines of large tiles fit."""
+    return shared_memory(device) >= ROOMY
 
 
 @cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have. The CPU, where kernels only run in the interpreter, has room for every form."""
+    if device.type != "cuda":
+        return sys.maxsize
     from triton.runtime import driver
 
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -38,52 +53,64 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+def filling(device: torch.device, each: int) -> int:
+    """Programs, warps or tiles that keep a GPU busy: `each` for every multiprocessor, down to a power of two."""
+    return 1 << (each * processors(device)).bit_length() - 1
+
+
+def dot_precision(device: torch.device, dtype: torch.dtype) -> str:
+    """Of `tl.dot`: NVIDIA's tensor cores take float32 in three products of tf32, AMD's matrix cores as it is."""
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "ieee"
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
 def stream_of(device: torch.device) -> int:
-    """Which of the device's streams this thread hands its launches to; a CPU has but one."""
+    """The stream that this thread launches on; a CPU has but one."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def starting_early(device: torch.device) -> dict[str, bool]:
-    """Launch arguments of a kernel of the decode step: from Hopper on its programs take their places while the launch
-    before still runs. A kernel that takes EARLY lets the launch behind it do the same (products of one row and those
-    in shares when they are done with their sums, others at once), and waits (gdc_wait) before it touches anything that
-    an earlier launch writes or reads; weights it may read at once.
+def pdl_arguments(device: torch.device) -> dict[str, bool]:
+    """Launch arguments for programmatic dependent launch (PDL), which NVIDIA's cards have from Hopper on: the programs
+    of a kernel become resident while the launch before it still runs. A kernel with PDL triggers its dependent launch
+    (gdc_launch_dependents: `gemv` and `stream_k` when a program has its sums, others at once), and waits (gdc_wait)
+    before it touches anything that an earlier launch writes or reads. Weights it may read before the wait.
 
-    Exceptions: gated_delta_step and gated_delta_rows read the state of their slot before they wait (the rows keep it,
-    too), going back reads what the block kept, attention reads positions and tables. The step before wrote those, or
-    the copy of this one's inputs: a plain launch with which every forward begins, which waits for all that went before
-    and for which all behind it wait. So between two steps on one state such a launch must lie, one that does not start
-    early."""
-    return {"EARLY": True, "launch_pdl": True} if _has_dependent_launch(device) else {"EARLY": False}
-
-
-_readers = set[str]()  # names of kernels
+    Exceptions: gated_delta_step and gated_delta_rows read the state of their slot before they wait (the rows write it
+    to the rewind log, too), replay_rows reads that log, attention reads positions and tables. The previous step wrote
+    those, or the copy of this step's inputs. A forward begins with that copy, one launch without PDL: it waits for all
+    earlier launches, and all later ones wait for it. Only after it may kernels read state before their wait, so two
+    steps on one state need such a launch between them."""
+    return {"PDL": True, "launch_pdl": True} if _has_dependent_launch(device) else {"PDL": False}
 
 
-def reads_much(kernel: T) -> T:
-    """Stands above the large kernels of a decode step: they all ask for the same division of a multiprocessor's memory.
+_carved = set[str]()  # names of kernels
 
-    A kernel that says nothing runs with the division that the one before left, and attention leaves hardly any first
-    cache. But where neighbours ask for different ones, the multiprocessors run empty in between (docs/LOG.md).
+
+def shared_memory_carveout(kernel: T) -> T:
+    """Decorates the large kernels of a decode step: all prefer the same carveout of L1 as shared memory.
+
+    A kernel without a preference runs with the carveout of the launch before it, and attention leaves hardly any L1.
+    Where neighbours prefer different carveouts, the multiprocessors run empty in between (docs/LOG.md).
     """
-    _readers.add(kernel.__name__)
+    _carved.add(kernel.__name__)
     knobs.runtime.kernel_load_end_hook.add(_on_load)
     return kernel
 
 
 def _on_load(module: object, function: int, name: str, files: dict[str, str], digest: str) -> None:
-    if name in _readers and torch.version.hip is None and _is_here_roomy():
-        _divide(function)
+    if name in _carved and torch.version.hip is None and _is_here_roomy():
+        _set_carveout(function)
 
 
-def _divide(function: int) -> None:
+def _set_carveout(function: int) -> None:
     error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, SHARED_PART)
     if error:  # slower, not wrong
-        log.warning("the driver refuses to divide the first cache: error %d", error)
+        log.warning("the driver refuses the shared memory carveout: error %d", error)
 
 
 def _is_here_roomy() -> bool:
-    """On smaller cards so small a share might not hold all programs that would fit; not measured."""
+    """On smaller cards SHARED_PART might not hold all programs that would fit; not measured."""
     return is_roomy(torch.device("cuda", torch.cuda.current_device()))
 
 

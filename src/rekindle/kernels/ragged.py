@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Rows of several sequences behind one another; segment i is rows [starts[i], starts[i + 1]).
+    """Rows of several sequences, concatenated; segment i is rows [starts[i], starts[i + 1]).
 
     The state of segment i lives in slot slots[i]; its KV in the pages tables[i]. A table lists the attended pages in
-    ascending position and no others, so a row has two numbers: its position, by which it is turned, and its place in
-    the table (position less PAGE for every page left out before it), by which it is stored and sees what is stored.
+    ascending position and no others, so a row has two numbers: its absolute position, used for RoPE, and its place, the
+    compacted KV index (position less PAGE for every page left out before it), used to store its KV and for the causal
+    mask.
 
     In a replayed graph the tensors are static buffers and only their values change, so kernels read sizes from the
     tensors; `lengths` bounds them, for grids and for the choice of a kernel.
@@ -25,11 +26,20 @@ class Ragged:
     row_places: torch.Tensor  # int32 [rows], place of every row in its table
     row_segments: torch.Tensor  # int32 [rows], segment of every row
     tables: torch.Tensor  # int32 [segments, pages of the longest], page of every PAGE places; rest undefined
-    lengths: tuple[int, ...]  # host: at most so many rows in every segment; the rows of a padding segment count none
+    lengths: tuple[int, ...]  # host: upper bounds of the segments' rows; the rows of a padding segment count none
     rewindable: bool = False  # the batch's rows are kept for rewind
     noted: torch.Tensor | None = None  # int32 [2, segments]: a row whose query is noted, and where
     far: bool = False  # tables name pages by numbers that say where each lies, perhaps in host memory
     coming: bool = False  # some pages are on their way to the device: every layer waits for its own
+    group_tables: tuple[torch.Tensor, ...] = ()  # where groups of layers attend other pages: the tables of each group
+
+    def __post_init__(self) -> None:
+        numbers = (self.starts, self.slots, self.row_positions, self.row_places, self.row_segments, self.tables)
+        assert all(tensor.dtype is torch.int32 for tensor in numbers), "kernels read numbers of 32 bits"
+
+    def of_group(self, number: int) -> Ragged:
+        """As the layers of one group see it."""
+        return replace(self, tables=self.group_tables[number]) if number < len(self.group_tables) else self
 
     @property
     def segments(self) -> int:

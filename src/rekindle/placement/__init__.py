@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from rekindle.placement.advice import alternatives, way_out
+from rekindle.placement.cards import card_named
 from rekindle.placement.place import moved_bytes
 from rekindle.placement.plan import make_plan
-from rekindle.placement.reserve import expanded_values, kv_token_bytes
-from rekindle.placement.shapes import known_shapes
+from rekindle.placement.reserve import expanded_values
+from rekindle.placement.shapes import known_shapes, shape_named
 from rekindle.placement.show import plan_as_json, show_plan
 from rekindle.placement.sizes import sizes_from_tensors
 from rekindle.placement.split import parse_split, split_layers
@@ -17,9 +18,11 @@ from rekindle.placement.types import (
     LayerSizes,
     Machine,
     Plan,
+    Rates,
     Sizes,
     StagePlan,
     Wishes,
+    pages_for,
 )
 
 __all__ = [
@@ -29,17 +32,20 @@ __all__ = [
     "LayerSizes",
     "Machine",
     "Plan",
+    "Rates",
     "Sizes",
     "StagePlan",
     "Wishes",
     "alternatives",
+    "card_named",
     "expanded_values",
     "known_shapes",
-    "kv_token_bytes",
     "make_plan",
     "moved_bytes",
+    "pages_for",
     "parse_split",
     "plan_as_json",
+    "shape_named",
     "show_plan",
     "sizes_from_tensors",
     "split_layers",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rekindle.errors import DoesNotFit
-from rekindle.placement.buy import hot_of
-from rekindle.placement.place import Draft, Placer
+from rekindle.errors import BadConfig, DoesNotFit
+from rekindle.placement.allocate import hot_of
+from rekindle.placement.place import Placer, describe_expansion
+from rekindle.placement.stage import StageCandidate
 from rekindle.placement.types import Alternative, Device, Machine, Plan, Sizes, StagePlan, Wishes, pages_for
 from rekindle.placement.units import at_least, gib, plural
 from rekindle.spec import PAGE, ModelSpec, Span
@@ -24,18 +25,14 @@ def _reasons(placer: Placer, plan: Plan) -> Iterator[str]:
         spans = " ".join(map(str, plan.spans))
         how = "by memory first, then by speed" if plan.wishes.split is None else "as asked"
         yield f"layers are split {spans}, {how}"
-    for draft, stage in zip(placer.drafts(plan.spans), plan.stages, strict=True):
-        yield _pool_reason(placer, draft, stage)
+    for candidate, stage in zip(placer.stage_candidates(plan.spans), plan.stages, strict=True):
+        yield _pool_reason(placer, candidate, stage)
         yield from _link_reason(plan.wishes, stage)
         if stage.cold:
-            yield _cold_reason(placer, draft, stage, plan.spans)
-        if stage.device.is_cpu:
-            yield from placer.expansion(stage.device, stage.span)
-    if gib(plan.snapshot_ram) != gib(plan.wishes.cache_ram):
-        yield (
-            f"snapshots get {gib(plan.snapshot_ram)} of RAM, not the {gib(plan.wishes.cache_ram)} asked for: "
-            f"of {gib(plan.machine.ram)} the rest is taken"
-        )
+            yield _cold_reason(placer, candidate, stage, plan.spans)
+        if expansion := describe_expansion(placer.spec, placer.sizes, placer.wishes, stage.device, stage.span):
+            yield expansion
+    yield from _snapshot_reason(plan)
     if plan.live_pages < plan.wishes.full_pages:
         yield (
             f"devices and RAM together hold {plan.live_pages * PAGE:,} tokens of KV, "
@@ -43,25 +40,38 @@ def _reasons(placer: Placer, plan: Plan) -> Iterator[str]:
         )
 
 
-def _pool_reason(placer: Placer, draft: Draft, stage: StagePlan) -> str:
+def _snapshot_reason(plan: Plan) -> Iterator[str]:
+    got, asked = plan.snapshot_ram, plan.wishes.cache_ram
+    if asked is None:
+        each = plan.snapshot_bytes.conversation(plan.wishes.context)
+        yield (
+            f"snapshots get {gib(got)} of RAM: {got / each:.1f} conversations at the context limit, of {gib(each)} each"
+        )
+    elif gib(got) != gib(asked):
+        yield (
+            f"snapshots get {gib(got)} of RAM, not the {gib(asked)} asked for: "
+            f"of {gib(plan.machine.ram)} the rest is taken"
+        )
+
+
+def _pool_reason(placer: Placer, candidate: StageCandidate, stage: StagePlan) -> str:
     name, tokens = stage.device.name, f"{stage.pool_tokens:,} tokens"
     if not stage.page_bytes:
         return f"{name}: no attention layer, so no KV"
-    if not stage.pool_is_on:
-        asked = placer.wishes.pool
-        needless = f"; --pool {asked:,} is not needed" if asked is not None and asked < stage.pool_tokens else ""
-        return f"{name}: full KV fits ({tokens}, all sequences together), so nothing is paged out{needless}"
+    if not stage.pool_may_fill:
+        return f"{name}: full KV fits ({tokens}, all sequences together), so nothing is paged out"
     if placer.wishes.power_of_two_pool and not stage.cold and stage.pool_pages.bit_count() == 1:
         tokens += f" (the largest power of two that fits{_for_the_next_start(placer)})"
     more = gib((stage.full_pages - stage.pool_pages) * stage.page_bytes)
-    hot = hot_with_full_kv(placer, draft)
+    hot = hot_with_full_kv(placer, candidate)
     if hot is None:
         return f"{name}: pool of {tokens}, because full KV would take {more} more and not fit at all"
     gained = stage.hot_count - hot
     if gained > 0:
         kept = plural(gained, "more expert")
         return f"{name}: pool of {tokens} keeps {kept} hot; full KV would take {more} more"
-    return f"{name}: pool of {tokens}; full KV would take {more} more"
+    asked = ", as asked" if placer.wishes.pool is not None else ""
+    return f"{name}: pool of {tokens}{asked}; full KV would take {more} more"
 
 
 def _for_the_next_start(placer: Placer) -> str:
@@ -78,10 +88,10 @@ def _link_reason(wishes: Wishes, stage: StagePlan) -> Iterator[str]:
         yield f"{name}: a sequence at the context limit reads up to {gib(beyond)} of KV over the link per token"
 
 
-def _cold_reason(placer: Placer, draft: Draft, stage: StagePlan, spans: tuple[Span, ...]) -> str:
-    budget = draft.budget_for(placer.target, draft.shelf.expert_bytes)
-    ring = sum(stage.ring_slots)
-    spare = f", {plural(ring, 'spare ring slot')} follow the routing" if ring else ""
+def _cold_reason(placer: Placer, candidate: StageCandidate, stage: StagePlan, spans: tuple[Span, ...]) -> str:
+    budget = candidate.budget_for(placer.target, candidate.candidates.expert_bytes)
+    cached = sum(stage.expert_cache_slots)
+    spare = f", {plural(cached, 'expert cache slot')} follow the routing" if cached else ""
     cold = f"{stage.device.name}: {stage.cold:,} of {plural(stage.cold + stage.hot_count, 'expert')} are cold{spare}"
     enough = f"a budget of {at_least(budget)}" if budget > stage.device.budget else "its budget"
     return f"{cold}; {enough}{_fixed(spans)} would keep all hot"
@@ -92,18 +102,20 @@ def _fixed(spans: tuple[Span, ...]) -> str:
     return f" with --split {','.join(str(len(span)) for span in spans)}" if len(spans) > 1 else ""
 
 
-def hot_with_full_kv(placer: Placer, draft: Draft, page_bytes: int | None = None) -> int | None:
+def hot_with_full_kv(placer: Placer, candidate: StageCandidate, page_bytes: int | None = None) -> int | None:
     """Experts that stay hot if KV is reserved for the context limit first; None if that does not fit at all.
 
     `page_bytes` other than the stage's own answers for another way of counting KV.
     """
-    size = draft.shelf.page_bytes if page_bytes is None else page_bytes
-    shelf = replace(draft.shelf, page_bytes=size, least=draft.shelf.full, target=draft.shelf.full)
-    bought = draft.buy(shelf)
-    if bought is None:
+    size = candidate.candidates.page_bytes if page_bytes is None else page_bytes
+    candidates = replace(
+        candidate.candidates, page_bytes=size, least=candidate.candidates.full, target=candidate.candidates.full
+    )
+    allocation = candidate.allocate(candidates)
+    if allocation is None:
         return None
-    used, share = placer.spec.ffn.used, placer.wishes.ring_share
-    return sum(hot_of(n, shelf.layers[i].experts, used, share) for i, n in bought.resident.items())
+    used, share = placer.spec.ffn.used, placer.wishes.expert_cache_share
+    return sum(hot_of(n, candidates.layers[i].experts, used, share) for i, n in allocation.resident.items())
 
 
 def alternatives(machine: Machine, spec: ModelSpec, sizes: Sizes, wishes: Wishes) -> tuple[Alternative, ...]:
@@ -114,9 +126,14 @@ def alternatives(machine: Machine, spec: ModelSpec, sizes: Sizes, wishes: Wishes
 
 def neighbours(placer: Placer, base: Plan | None) -> tuple[Alternative, ...]:
     """The alternatives to a plan; None is one that does not fit."""
-    if base is not None and not base.cold and not base.pool_is_on:
+    if base is not None and not base.cold and not _is_short_of_pages(placer, base):
         return ()  # nothing is missing
     return tuple(_neighbours(placer, base))
+
+
+def _is_short_of_pages(placer: Placer, base: Plan) -> bool:
+    """Whether the pool may fill, though nobody asked for a small one."""
+    return base.pool_may_fill and placer.wishes.pool is None
 
 
 def _neighbours(placer: Placer, base: Plan | None) -> Iterator[Alternative]:
@@ -126,7 +143,7 @@ def _neighbours(placer: Placer, base: Plan | None) -> Iterator[Alternative]:
         if plan is not None and _is_better(base, plan):
             yield Alternative(f"context {context:,}", _difference(base, plan))
             break
-    if wishes.kv_type != "q8" and spec.attention.head_dim % 32 == 0:
+    if wishes.kv_type != "q8" and _can_store(spec, "q8"):
         plan = _try(placer, replace(wishes, kv_type="q8"), base)
         if plan is not None and _gains(base, plan):
             yield Alternative("q8 KV", _difference(base, plan))
@@ -138,33 +155,44 @@ def _neighbours(placer: Placer, base: Plan | None) -> Iterator[Alternative]:
     yield from _larger_budgets(placer, base)
 
 
+def _can_store(spec: ModelSpec, kv_type: str) -> bool:
+    """Whether the pages of every layer can be of that type."""
+    try:
+        return any(mixer.page_bytes(kv_type) for mixer in spec.distinct_mixers)
+    except BadConfig:
+        return False
+
+
 def _is_better(base: Plan | None, plan: Plan) -> bool:
     if base is None:
         return True
-    return plan.hot > base.hot if base.cold else not plan.pool_is_on
+    return plan.hot > base.hot if base.cold else not plan.pool_may_fill
 
 
 def _gains(base: Plan | None, plan: Plan) -> bool:
     if base is None:
         return True
-    return plan.hot > base.hot or plan.pool_pages > base.pool_pages or plan.pool_is_on < base.pool_is_on
+    return plan.hot > base.hot or plan.pool_pages > base.pool_pages or plan.pool_may_fill < base.pool_may_fill
 
 
 def _larger_budgets(placer: Placer, base: Plan | None) -> Iterator[Alternative]:
     """What the machine would need, with the spans of this plan."""
     spans = placer.spans() if base is None else base.spans
     cold = placer.spec.ffn.is_moe if base is None else base.cold > 0
-    paged = base is None or base.pool_is_on
+    paged = base is None or _is_short_of_pages(placer, base)
     full = placer.wishes.full_pages
     if cold and not (paged and placer.target == full):  # else it is the same budget
         yield from _larger_budget(placer, spans, "all experts hot", placer.target)
-    if paged:  # pages beyond the target come behind the last expert
+    if paged:  # pages beyond the target come after the last expert
         yield from _larger_budget(placer, spans, "full KV and all experts hot" if cold else "full KV", full)
 
 
 def _larger_budget(placer: Placer, spans: tuple[Span, ...], name: str, pages: int) -> Iterator[Alternative]:
-    """So many pages, and every expert hot; given back to the plan it is enough."""
-    needs = [(draft.device, draft.budget_for(pages, draft.shelf.expert_bytes)) for draft in placer.drafts(spans)]
+    """`pages` pages, and every expert hot; a plan with that budget has both."""
+    needs = [
+        (candidate.device, candidate.budget_for(pages, candidate.candidates.expert_bytes))
+        for candidate in placer.stage_candidates(spans)
+    ]
     short = {device.name: budget for device, budget in needs if budget > device.budget and not placer.is_ram(device)}
     devices = (replace(device, budget=short.get(device.name, device.budget)) for device in placer.machine.devices)
     larger = placer.on(replace(placer.machine, devices=tuple(devices)))
@@ -208,7 +236,7 @@ def _try(placer: Placer, wishes: Wishes, base: Plan | None) -> Plan | None:
 
 
 def _difference(base: Plan | None, plan: Plan) -> str:
-    pool = f"pool {plan.pool_pages * PAGE:,} tokens" if plan.pool_is_on else "full KV, the pool is off"
+    pool = f"pool {plan.pool_pages * PAGE:,} tokens" if plan.pool_may_fill else "full KV, the pool is off"
     if base is None:
         cold = f", {plural(plan.cold, 'cold expert')}" if plan.spec.ffn.is_moe else ""
         return f"fits: {pool}{cold}"

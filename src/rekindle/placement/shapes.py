@@ -7,7 +7,7 @@ import math
 from rekindle.errors import BadConfig
 from rekindle.placement.sizes import sizes_from_tensors
 from rekindle.placement.types import Sizes
-from rekindle.spec import AttentionSpec, DeltaSpec, FfnSpec, Mixer, ModelSpec
+from rekindle.spec import AttentionSpec, DeltaSpec, FfnSpec, MixerSpec, ModelSpec, Shapes
 
 # bytes of a block, values in it
 BLOCKS = {
@@ -20,8 +20,8 @@ BLOCKS = {
     "F32": (4, 1),
 }
 
-# What a mix stores each role in. `more` is for the layers that get extra bits in value and down projections. Real
-# files differ in a few tensors; the sum comes within a few percent of them.
+# What a mix stores each role in. `down` is for value and down projections, `more` for those of the layers that get
+# extra bits. Real files differ in a few tensors; the sum comes within a few percent of them.
 MIXES = {
     "Q3_K_M": {
         "embedding": "Q3_K",
@@ -43,9 +43,21 @@ MIXES = {
     },
 }
 
+FLOATS = ("ssm_conv1d.weight", "ffn_gate_inp.weight")
+ROLES = {
+    "attn_qkv.weight": "qkv",
+    "attn_output.weight": "out",
+    "attn_v.weight": "down",
+    "ffn_down.weight": "down",
+    "ffn_down_exps.weight": "down",
+    "ffn_down_shexp.weight": "down",
+}
 
-def _mixers(layers: int) -> tuple[Mixer, ...]:
-    return tuple(Mixer.ATTENTION if i % 4 == 3 else Mixer.DELTA for i in range(layers))
+
+def _mixers(layers: int, heads: int, kv_heads: int, value_heads: int) -> tuple[MixerSpec, ...]:
+    attention = AttentionSpec(heads, kv_heads, head_dim=256, rope_dim=64, rope_theta=1e7, qk_norm=True, gated=True)
+    delta = DeltaSpec(key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128, conv_width=4)
+    return tuple(attention if i % 4 == 3 else delta for i in range(layers))
 
 
 SPECS = {
@@ -54,11 +66,7 @@ SPECS = {
         name="27B",
         hidden=5120,
         vocab=248_320,
-        mixers=_mixers(64),
-        attention=AttentionSpec(
-            heads=24, kv_heads=4, head_dim=256, rope_dim=64, rope_theta=1e7, qk_norm=True, gated=True
-        ),
-        delta=DeltaSpec(key_heads=16, value_heads=48, key_dim=128, value_dim=128, conv_width=4),
+        mixers=_mixers(64, heads=24, kv_heads=4, value_heads=48),
         ffn=FfnSpec(width=17_408),
         eps=1e-6,
         context=262_144,
@@ -69,17 +77,23 @@ SPECS = {
         name="35B-A3B",
         hidden=2048,
         vocab=248_320,
-        mixers=_mixers(40),
-        attention=AttentionSpec(
-            heads=16, kv_heads=2, head_dim=256, rope_dim=64, rope_theta=1e7, qk_norm=True, gated=True
-        ),
-        delta=DeltaSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_width=4),
+        mixers=_mixers(40, heads=16, kv_heads=2, value_heads=32),
         ffn=FfnSpec(experts=256, used=8, expert_width=512, shared_width=512),
         eps=1e-6,
         context=262_144,
         tied=False,
     ),
 }
+
+
+NAMES = {"qwen3.6-27b": "27B", "qwen3.6-35b-a3b": "35B-A3B"}  # as `--shape` calls them
+
+
+def shape_named(name: str) -> tuple[ModelSpec, Sizes]:
+    """In the mix that most people run, Q4_K_M."""
+    if name not in NAMES:
+        raise BadConfig(f"--shape: {name!r} is not known; known are {', '.join(NAMES)}")
+    return known_shapes(NAMES[name], "Q4_K_M")
 
 
 def known_shapes(model: str, mix: str) -> tuple[ModelSpec, Sizes]:
@@ -101,14 +115,15 @@ def known_tensors(spec: ModelSpec, mix: str) -> dict[str, tuple[tuple[int, ...],
         "output_norm.weight": ((spec.hidden,), "F32"),
     }
     for i, mixer in enumerate(spec.mixers):
-        down = kinds["more"] if _gets_more_bits(i, spec.layers) else kinds["down"]
-        mixed = _attention(spec, kinds, down) if mixer is Mixer.ATTENTION else _delta(spec, kinds)
-        layer = _norms(spec) | mixed | (_experts(spec, kinds, down) if spec.ffn.is_moe else _dense(spec, kinds, down))
-        stored |= {f"blk.{i}.{name}": tensor for name, tensor in layer.items()}
+        shapes = _norms(spec) | mixer.tensors(spec.hidden) | spec.ffn.tensors(spec.hidden)
+        kinds = MIXES[mix] | ({"down": MIXES[mix]["more"]} if _gets_more_bits(i, spec.layers) else {})
+        stored |= {f"blk.{i}.{name}": (shape, _kind(name, shape, kinds)) for name, shape in shapes.items()}
     return {name: (shape, _bytes(shape, kind)) for name, (shape, kind) in stored.items()}
 
 
-Stored = dict[str, tuple[tuple[int, ...], str]]
+def _kind(name: str, shape: tuple[int, ...], kinds: dict[str, str]) -> str:
+    """What a tensor of a layer is stored in: vectors, convolutions and routers as floats."""
+    return "F32" if len(shape) == 1 or name in FLOATS else kinds[ROLES.get(name, "plain")]
 
 
 def _gets_more_bits(layer: int, layers: int) -> bool:
@@ -117,60 +132,8 @@ def _gets_more_bits(layer: int, layers: int) -> bool:
     return layer < eighth or layer >= layers - eighth or (layer - eighth) % 3 == 2
 
 
-def _norms(spec: ModelSpec) -> Stored:
-    return {"attn_norm.weight": ((spec.hidden,), "F32"), "post_attention_norm.weight": ((spec.hidden,), "F32")}
-
-
-def _attention(spec: ModelSpec, kinds: dict[str, str], value: str) -> Stored:
-    attention, hidden = spec.attention, spec.hidden
-    q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    return {
-        "attn_q.weight": ((2 * q, hidden), kinds["plain"]),
-        "attn_k.weight": ((kv, hidden), kinds["plain"]),
-        "attn_v.weight": ((kv, hidden), value),
-        "attn_output.weight": ((hidden, q), kinds["out"]),
-        "attn_q_norm.weight": ((attention.head_dim,), "F32"),
-        "attn_k_norm.weight": ((attention.head_dim,), "F32"),
-    }
-
-
-def _delta(spec: ModelSpec, kinds: dict[str, str]) -> Stored:
-    delta, hidden = spec.delta, spec.hidden
-    assert delta is not None, "a DeltaNet layer in a model without DeltaNet sizes"
-    return {
-        "attn_qkv.weight": ((delta.conv_channels, hidden), kinds["qkv"]),
-        "attn_gate.weight": ((delta.inner, hidden), kinds["plain"]),
-        "ssm_conv1d.weight": ((delta.conv_channels, delta.conv_width), "F32"),
-        "ssm_a": ((delta.value_heads,), "F32"),
-        "ssm_alpha.weight": ((delta.value_heads, hidden), kinds["plain"]),
-        "ssm_beta.weight": ((delta.value_heads, hidden), kinds["plain"]),
-        "ssm_dt.bias": ((delta.value_heads,), "F32"),
-        "ssm_norm.weight": ((delta.value_dim,), "F32"),
-        "ssm_out.weight": ((hidden, delta.inner), kinds["plain"]),
-    }
-
-
-def _dense(spec: ModelSpec, kinds: dict[str, str], down: str) -> Stored:
-    hidden, width = spec.hidden, spec.ffn.width
-    return {
-        "ffn_gate.weight": ((width, hidden), kinds["plain"]),
-        "ffn_up.weight": ((width, hidden), kinds["plain"]),
-        "ffn_down.weight": ((hidden, width), down),
-    }
-
-
-def _experts(spec: ModelSpec, kinds: dict[str, str], down: str) -> Stored:
-    hidden, ffn = spec.hidden, spec.ffn
-    return {
-        "ffn_gate_inp.weight": ((ffn.experts, hidden), "F32"),
-        "ffn_gate_exps.weight": ((ffn.experts, ffn.expert_width, hidden), kinds["plain"]),
-        "ffn_up_exps.weight": ((ffn.experts, ffn.expert_width, hidden), kinds["plain"]),
-        "ffn_down_exps.weight": ((ffn.experts, hidden, ffn.expert_width), down),
-        "ffn_gate_inp_shexp.weight": ((hidden,), "F32"),
-        "ffn_gate_shexp.weight": ((ffn.shared_width, hidden), kinds["plain"]),
-        "ffn_up_shexp.weight": ((ffn.shared_width, hidden), kinds["plain"]),
-        "ffn_down_shexp.weight": ((hidden, ffn.shared_width), down),
-    }
+def _norms(spec: ModelSpec) -> Shapes:
+    return {"attn_norm.weight": (spec.hidden,), "post_attention_norm.weight": (spec.hidden,)}
 
 
 def _bytes(shape: tuple[int, ...], kind: str) -> int:

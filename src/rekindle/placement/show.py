@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import asdict
 from typing import Any
 
 from rekindle.placement.types import Item, Plan, StagePlan
 from rekindle.placement.units import gib
-from rekindle.spec import PAGE
+from rekindle.spec import PAGE, ModelSpec
 
 WIDTH = 80  # characters of a line …
 BAR = 64  # … and at most of a bar
 
-# letter, what it stands for, the items under it
+# letter, what it stands for, the items under it; a mixer's own names stand under S and A
 LEGEND: tuple[tuple[str, str, frozenset[str]], ...] = (
     (
         "W",
@@ -20,15 +21,13 @@ LEGEND: tuple[tuple[str, str, frozenset[str]], ...] = (
         frozenset({"embedding", "mixers", "dense ffn", "routers and shared experts", "final norm", "head"}),
     ),
     ("E", "hot experts", frozenset({"hot experts"})),
-    ("R", "spare ring", frozenset({"spare ring"})),
+    ("R", "expert cache", frozenset({"expert cache"})),
     ("K", "KV pool", frozenset({"KV pool"})),
     (
         "S",
         "state",
         frozenset(
             {
-                "recurrent state",
-                "conv windows",
                 "padding slot and page",
                 "rewind rows",
                 "rewind bases",
@@ -49,8 +48,7 @@ LEGEND: tuple[tuple[str, str, frozenset[str]], ...] = (
                 "activations",
                 "logits",
                 "expand scratch",
-                "attention partials",
-                "delta scratch",
+                "recorded steps",
             }
         ),
     ),
@@ -62,14 +60,14 @@ TIE = "\N{NO-BREAK SPACE}"
 
 
 def show_plan(plan: Plan, width: int = WIDTH, ram_note: str = "") -> str:
-    """Table, picture, reasons and alternatives, in lines of at most `width` characters."""
+    """Table, picture, expected speeds, reasons and alternatives, in lines of at most `width` characters."""
     wishes = plan.wishes
     head = (
         f"{plan.spec.name}: {wishes.sequences} × {wishes.context:,} tokens, {wishes.kv_type} KV, "
         f"{wishes.kv_mode} mode, RAM {gib(plan.machine.ram)}"
         f"{f' ({ram_note})' if ram_note else ''}"
     )
-    blocks = [_folded(head, width), *_table(plan, width), _picture(plan, width)]
+    blocks = [_folded(head, width), *_table(plan, width), _picture(plan, width), *_speeds(plan, width)]
     if plan.reasons:
         blocks.append("\n".join(["why", *(_folded(reason, width, 2) for reason in plan.reasons)]))
     if plan.alternatives:
@@ -96,6 +94,25 @@ def _table(plan: Plan, width: int) -> list[str]:
         rows.append(["experts hot / cold", *(f"{s.hot_count:,} / {s.cold:,}" for s in plan.stages), ""])
     rows.append(["KV tokens", *(f"{s.pool_tokens:,}" for s in plan.stages), f"{_host_tokens(plan):,}"])
     return _align([header, *rows], width)
+
+
+def _speeds(plan: Plan, width: int) -> list[str]:
+    """What lies on the devices at some contexts, and how fast decode is expected to be there."""
+    if not plan.expected:
+        return []
+    several = max(each.sequences for pair in plan.expected for each in pair if each is not None)
+    header = ["context", "experts hot", "KV here", "over the link", "1 sequence", f"{several} sequences"]
+    rows = [header]
+    for alone, together in plan.expected:
+        hot = f"{plan.hot:,}" if plan.spec.ffn.is_moe else "–"
+        here = f"{alone.kv_tokens_on_device:,}"
+        speeds = [f"{each.tokens_per_second:.0f} tok/s" if each else "does not fit" for each in (alone, together)]
+        rows.append([f"{alone.context:,}" if alone.context else "empty", hot, here, gib(alone.link_bytes), *speeds])
+    said = (
+        f"expected of decode; KV and link of one sequence and step, {several} sequences together and each at that "
+        "context; routing that favours no expert"
+    )
+    return [_folded(said, width), *_align(rows, width)]
 
 
 def _item_row(name: str, plan: Plan) -> list[str]:
@@ -132,7 +149,7 @@ def _align(rows: list[list[str]], width: int) -> list[str]:
 def _picture(plan: Plan, width: int) -> str:
     names, sizes = ([len(text) for text in texts] for texts in zip(*map(_labels, plan.stages), strict=True))
     cells = min(BAR, width - max(names) - max(sizes) - 4)
-    bars = [bar(stage, plan.left_of(stage), cells) for stage in plan.stages]
+    bars = [bar(stage, plan.spec, plan.left_of(stage), cells) for stage in plan.stages]
     lines = []
     for drawn, (name, size) in zip(bars, map(_labels, plan.stages), strict=True):
         lines.append(f"{name.ljust(max(names))} [{drawn}] {size}")
@@ -148,12 +165,17 @@ def _labels(stage: StagePlan) -> tuple[str, str]:
     return stage.device.name, gib(stage.device.budget)
 
 
-def bar(stage: StagePlan, left: int, length: int = BAR) -> str:
-    """So many characters; each cell goes to whoever holds the byte in its middle."""
+def bar(stage: StagePlan, spec: ModelSpec, left: int, length: int = BAR) -> str:
+    """`length` characters; each cell shows the use of the byte in its middle."""
+    mixer_names = {
+        "S": frozenset(name for mixer in spec.distinct_mixers for name in mixer.slot_bytes()),
+        "A": frozenset(name for mixer in spec.distinct_mixers for name in mixer.work_bytes(1, 1)),
+    }
     edges: list[tuple[int, str]] = []
     filled = 0
     for letter, _, names in LEGEND:
-        filled += sum(item.bytes for item in stage.items if item.name in names)
+        drawn = names | mixer_names.get(letter, frozenset())
+        filled += sum(item.bytes for item in stage.items if item.name in drawn)
         edges.append((filled, letter))
     assert filled == stage.total, f"the legend names {filled} bytes of {stage.total}"
     edges.append((stage.device.budget - left, BESIDE))
@@ -174,7 +196,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "kv_mode": plan.wishes.kv_mode,
         "hot_experts": plan.hot,
         "cold_experts": plan.cold,
-        "pool_is_on": plan.pool_is_on,
+        "pool_may_fill": plan.pool_may_fill,
         "live_tokens": plan.live_pages * PAGE,
         "stages": [_stage_as_json(stage, plan.left_of(stage)) for stage in plan.stages],
         "host": {
@@ -183,6 +205,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "total": plan.host_total,
             "left": plan.host_left,
         },
+        "expected": [asdict(each) for pair in plan.expected for each in pair if each],
         "reasons": list(plan.reasons),
         "alternatives": [{"name": other.name, "changes": other.changes} for other in plan.alternatives],
     }
@@ -204,7 +227,7 @@ def _stage_as_json(stage: StagePlan, left: int) -> dict[str, Any]:
         "page_bytes": stage.page_bytes,
         "slabs": stage.slabs,
         "hot": [list(ids) for ids in stage.hot],
-        "ring_slots": list(stage.ring_slots),
+        "expert_cache_slots": list(stage.expert_cache_slots),
         "cold": stage.cold,
     }
 

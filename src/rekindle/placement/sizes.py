@@ -11,13 +11,14 @@ from rekindle.spec import ModelSpec
 
 Tensors = Mapping[str, tuple[tuple[int, ...], int]]  # name -> (row-major shape, bytes)
 
+LONGEST_NUMBER = 10  # digits of a layer's number
 _EXPERT_STACKS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "ffn_gate_up_exps")
 _DENSE = ("ffn_gate", "ffn_up", "ffn_down")
 _SHARED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")
 
 
 def sizes_from_tensors(spec: ModelSpec, tensors: Tensors) -> Sizes:
-    """Every tensor of the model is counted once; blocks behind the last layer are nobody's."""
+    """Every tensor of the model is counted once; blocks after the last layer are left out."""
     outer = {name: size for name, (_, size) in tensors.items() if not name.startswith("blk.")}
     embedding = _required(outer, "token_embd.weight")
     head = embedding if spec.tied else _required(outer, "output.weight")
@@ -63,7 +64,7 @@ def _role(name: str) -> str:
         return "expert"
     if base in _DENSE:
         return "dense"
-    return "shared" if base in _SHARED else "mixer"  # norms, and whatever else a layer brings, go with the mixer
+    return "shared" if base in _SHARED else "mixer"  # norms, and all other tensors of a layer, go with the mixer
 
 
 def _one_expert(spec: ModelSpec, index: int, name: str, shape: tuple[int, ...], size: int) -> int:
@@ -90,6 +91,6 @@ def _layer_of(name: str) -> int | None:
     parts = name.split(".", 2)
     if parts[0] != "blk" or len(parts) < 3:
         return None
-    if not parts[1].isdecimal():
+    if not (parts[1].isdecimal() and len(parts[1]) < LONGEST_NUMBER):
         raise BadModelFile(f"tensor {name} names layer {parts[1]!r}, which is not a number")
     return int(parts[1])

@@ -32,11 +32,13 @@ def cold_expert_table() -> str:
 def _row(mix: str, budget: int, context: int) -> str:
     spec, sizes = known_shapes(MODEL, mix)
     machine = Machine((Device("gpu", "cuda", budget * GIB),), RAM)
-    placer = Placer(machine, spec, sizes, Wishes(context, ring_share=0))  # no ring: cold means never on the device
-    (draft,) = placer.drafts()
-    page = draft.shelf.page_bytes
-    page_of_all = page // len(spec.attention_layers()) * spec.layers
-    all_layers, no_rule = (_cold(sizes.experts, hot_with_full_kv(placer, draft, size)) for size in (page_of_all, page))
+    placer = Placer(machine, spec, sizes, Wishes(context, expert_cache_share=0))  # cold: never on the device
+    (candidate,) = placer.stage_candidates()
+    page = candidate.candidates.page_bytes
+    page_of_all = max(mixer.page_bytes(placer.wishes.kv_type) for mixer in spec.mixers) * spec.layers
+    all_layers, no_rule = (
+        _cold(sizes.experts, hot_with_full_kv(placer, candidate, size)) for size in (page_of_all, page)
+    )
     cold, pool = _ruled(placer)
     full = placer.wishes.full_pages
     cells = (
@@ -63,7 +65,7 @@ def _ruled(placer: Placer) -> tuple[str, str]:
     except DoesNotFit:
         return "does not fit", ""
     (stage,) = plan.stages
-    return f"{plan.cold:,}", f"{stage.pool_pages * PAGE:,}" if stage.pool_is_on else "off"
+    return f"{plan.cold:,}", f"{stage.pool_pages * PAGE:,}" if stage.pool_may_fill else "off"
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rekindle.errors import BadConfig
-from rekindle.spec import PAGE, ModelSpec, Span
+from rekindle.spec import PAGE, ModelSpec, SnapshotBytes, Span, snapshot_bytes
+from rekindle.spec.attention import KV_TYPES
 
 KINDS = ("cuda", "hip", "cpu")
 KV_MODES = ("exact", "sparse")
 KV_POLICIES = ("qk", "lru")
-KV_TYPES = ("bf16", "f16", "f32", "q8")
 
 # Page tables have room for this many tokens per slot whatever the limit, so that a higher limit costs nothing.
 LONGEST_CONTEXT = 1 << 20
@@ -22,8 +22,16 @@ CAPTURES = "captures in flight"
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast bytes come, in bytes per second."""
+
+    memory: float  # from the device's own memory, nominally
+    link: float  # from host memory, nominally
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
-    """Something that can hold a stage. `budget` is what Rekindle may use of it, all told."""
+    """Something that can hold a stage. `budget` is what Rekindle may use of it in all."""
 
     name: str
     kind: str  # cuda, hip or cpu
@@ -31,6 +39,7 @@ class Device:
     speed: float = 1.0  # relative to the other devices
     host: bool = False  # its memory is the machine's RAM: every CPU, and GPUs with unified memory
     remote: bool = False  # it belongs to another machine, and so does the RAM beside it
+    rates: Rates | None = None  # None: not known, and then no speed is foretold
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -85,13 +94,13 @@ class Sizes:
 
     embedding: int
     head: int  # the output matrix as loaded; a tied model loads the embedding a second time
-    norms: int  # final norm, and whatever else stands outside the layers
+    norms: int  # final norm, and all else outside the layers
     layers: tuple[LayerSizes, ...]
     widest: int  # values of the most that is expanded at once; 0 where nothing is quantised
-    expanded: Sizes | None = None  # on a CPU, which keeps no quantised weights; None: the same
+    on_cpu: Sizes | None = None  # in lanes there, or as values; None: the same
 
     def on(self, device: Device) -> Sizes:
-        return self.expanded if device.is_cpu and self.expanded is not None else self
+        return self.on_cpu if device.is_cpu and self.on_cpu is not None else self
 
     @property
     def experts(self) -> int:
@@ -110,16 +119,18 @@ class Wishes:
     sequences: int = 1  # slots
     kv_type: str = "bf16"
     pool: int | None = None  # tokens of KV on every device
-    drafter_bytes: int = 0  # the drafter's weights and its own state; it lives beside the head
+    drafter_bytes: int = 0  # the drafter's weights and its own state, where it lives beside the head …
+    drafter_ram: int = 0  # … and where it lives in the RAM of this process, since the head is in another
+    drafter_context: int = 0  # bytes of its state of one sequence at most, a part of every snapshot
     split: tuple[float, ...] | None = None  # ints are layer counts, floats are weights
-    ring_share: float = 1 / 16  # of a layer's experts, as spare slots that follow the routing
+    expert_cache_share: float = 1 / 16  # of a layer's experts, as spare slots that follow the routing
     counts: Sequence[Sequence[float]] | None = None  # routing counts [layer][expert]
     kv_mode: str = "exact"
     kv_policy: str = "qk"  # which pages sparse mode attends
     rewind_rows: int = 0  # rows of a block that rewind may go back into
     compute_bytes: int = 2  # of one activation value
     chunk: int = 512  # tokens of one prefill forward
-    cache_ram: int = 0  # bytes of RAM for snapshots
+    cache_ram: int | None = 0  # bytes of RAM for snapshots
 
     def __post_init__(self) -> None:
         _check_range("context", self.context, 1, LONGEST_CONTEXT)
@@ -127,7 +138,9 @@ class Wishes:
         _check_range("rewind_rows", self.rewind_rows, 0, 64)
         _check_range("chunk", self.chunk, 1, 65536)
         _check_range("drafter_bytes", self.drafter_bytes, 0, 1 << 50)
-        _check_range("cache_ram", self.cache_ram, 0, 1 << 50)
+        _check_range("drafter_ram", self.drafter_ram, 0, 1 << 50)
+        _check_range("drafter_context", self.drafter_context, 0, 1 << 50)
+        _check_range("cache_ram", self.cache_ram or 0, 0, 1 << 50)
         if self.pool is not None:
             _check_range("pool", self.pool, PAGE, LONGEST_CONTEXT * 1024)
         if self.kv_type not in KV_TYPES:
@@ -138,8 +151,11 @@ class Wishes:
             raise BadConfig(f"--kv-policy is {self.kv_policy!r}, known policies are {', '.join(KV_POLICIES)}")
         if self.compute_bytes not in (2, 4):
             raise BadConfig(f"compute_bytes is {self.compute_bytes}, activations are 2 or 4 bytes wide")
-        if not 0 <= self.ring_share <= 1:  # refuses NaN too
-            raise BadConfig(f"ring_share is {self.ring_share}, it must lie between 0 and 1")
+        if not 0 <= self.expert_cache_share <= 1:  # refuses NaN too
+            raise BadConfig(f"expert_cache_share is {self.expert_cache_share}, it must lie between 0 and 1")
+
+    def snapshot_bytes(self, spec: ModelSpec) -> SnapshotBytes:
+        return snapshot_bytes(spec, self.kv_type, self.drafter_context)
 
     @property
     def full_pages(self) -> int:
@@ -168,7 +184,7 @@ class StagePlan:
     span: Span
     items: tuple[Item, ...]
     hot: tuple[tuple[int, ...], ...]  # expert ids per layer of the span, most used first; empty for dense layers
-    ring_slots: tuple[int, ...]  # spare expert slots per layer of the span
+    expert_cache_slots: tuple[int, ...]  # spare expert slots per layer of the span
     cold: int  # experts of the span that live in RAM
     slots: int
     pool_pages: int
@@ -190,7 +206,7 @@ class StagePlan:
         return self.pool_pages * PAGE
 
     @property
-    def pool_is_on(self) -> bool:
+    def pool_may_fill(self) -> bool:
         """Whether a sequence may find the pool full before it reaches the context limit."""
         return self.pool_pages < self.full_pages
 
@@ -211,6 +227,17 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
+class Expected:
+    """Decode with `sequences` sequences of `context` tokens each."""
+
+    context: int
+    sequences: int
+    tokens_per_second: float  # of all sequences together
+    kv_tokens_on_device: int
+    link_bytes: int  # per step: KV beyond the pool, and cold experts
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The outcome of placement."""
 
@@ -222,6 +249,8 @@ class Plan:
     live_pages: int  # pages all sequences together may hold, on the devices and in RAM
     reasons: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    # By context: of one sequence, and of several, None where those would not fit.
+    expected: tuple[tuple[Expected, Expected | None], ...] = ()
 
     def stage(self, index: int) -> StagePlan:
         return self.stages[index]
@@ -244,12 +273,17 @@ class Plan:
         return min(stage.pool_pages for stage in self.stages)
 
     @property
-    def pool_is_on(self) -> bool:
-        return any(stage.pool_is_on for stage in self.stages)
+    def pool_may_fill(self) -> bool:
+        return any(stage.pool_may_fill for stage in self.stages)
 
     @property
     def host_total(self) -> int:
         return sum(item.bytes for item in self.host_items)
+
+    @property
+    def snapshot_bytes(self) -> SnapshotBytes:
+        """What snapshots take in a tier, whatever the split."""
+        return self.wishes.snapshot_bytes(self.spec)
 
     @property
     def snapshot_ram(self) -> int:

@@ -1,13 +1,13 @@
 """At most N pages of KV on the device; positions ↔ pages; paging to host; page scores."""
 
 from rekindle.pool.choice import KvMode, Policy
-from rekindle.pool.copies import STOCK
-from rekindle.pool.pages import HeldPage, PagePool, PageTable, PagingCounts
-from rekindle.pool.reader import PoolReader, Seat
-from rekindle.pool.returns import Recorder
+from rekindle.pool.page_ins import Recorder
+from rekindle.pool.page_table import HeldPage, PageTable
+from rekindle.pool.pages import PagePool, PagingCounts
+from rekindle.pool.reader import PoolReader
+from rekindle.pool.segments import SegmentPages
 
 __all__ = [
-    "STOCK",
     "HeldPage",
     "KvMode",
     "PagePool",
@@ -16,5 +16,5 @@ __all__ = [
     "Policy",
     "PoolReader",
     "Recorder",
-    "Seat",
+    "SegmentPages",
 ]

@@ -1,4 +1,8 @@
-"""Which pages a sequence attends in sparse mode. Pure functions: the same state chooses the same pages, hit or not."""
+"""Which pages a row attends in sparse mode: a function of the tokens before it and of the pool alone.
+
+Rows of one page attend the same pages, chosen by the query of one row in the page before. Every layer chooses for
+itself, from its own queries and keys. So it does not matter how a prompt was cut into chunks, who shared the batch,
+whether the rows were prefilled, decoded or verified, where the model is split, or whether a snapshot was restored."""
 
 from __future__ import annotations
 
@@ -10,19 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rekindle.buffers import SINK_PAGES, TAIL_PAGES
 from rekindle.spec import PAGE
 
 KvMode = Literal["exact", "sparse"]
 Policy = Literal["qk", "lru"]
 
-SINK = 1  # pages at the beginning that never leave …
-TAIL = 4  # … and sealed pages at the end
-LEAD = 8  # rows before the end of a page: the query of that row chooses for the next page, and is there in time
+LEAD = 8  # rows before the end of a page: the query of that row chooses for the next page, early enough to be scored
 
 
 def is_kept(page: int, sealed: int) -> bool:
-    """Sink or tail of a sequence with so many sealed pages."""
-    return page < SINK or page >= sealed - TAIL
+    """Sink or tail of a sequence with `sealed` sealed pages."""
+    return page < SINK_PAGES or page >= sealed - TAIL_PAGES
 
 
 def choose(sealed: int, room: int, scores: Sequence[float] | np.ndarray | None) -> tuple[int, ...]:
@@ -32,30 +35,24 @@ def choose(sealed: int, room: int, scores: Sequence[float] | np.ndarray | None) 
     """
     if sealed <= room:
         return tuple(range(sealed))
-    tail = max(SINK, sealed - TAIL)
-    left = max(0, room - SINK - (sealed - tail))
-    rest = np.arange(SINK, tail)
+    tail = max(SINK_PAGES, sealed - TAIL_PAGES)
+    left = max(0, room - SINK_PAGES - (sealed - tail))
+    rest = np.arange(SINK_PAGES, tail)
     if scores is not None:
-        rest = rest[np.argsort(np.asarray(scores)[SINK:tail], kind="stable")]  # of equals the latest are the best
-    return (*range(SINK), *np.sort(rest[len(rest) - left :]).tolist(), *range(tail, sealed))
+        rest = rest[np.argsort(np.asarray(scores)[SINK_PAGES:tail], kind="stable")]  # of equals the latest are the best
+    return (*range(SINK_PAGES), *np.sort(rest[len(rest) - left :]).tolist(), *range(tail, sealed))
 
 
-def deciding_row(position: int, end: int, rewindable: bool) -> int | None:
-    """The row of a segment whose query chooses pages, if there is one: a function of position, so that a restored run
-    chooses where the straight run does.
-
-    The last row of a prefill chunk, for the rows behind it. In decode and verify the row that lies LEAD before the last
-    one of a page, for the next page: while those rows run, the pages are scored, and nobody waits for that.
-    """
-    if end - position > 1 and not rewindable:
-        return end - position - 1
-    within = PAGE - 1 - LEAD
-    row = (end - 1 - within) // PAGE * PAGE + within  # the last one before the end
-    return row - position if row >= position else None
+def deciding_rows(position: int, end: int, room: int) -> list[int]:
+    """The rows of a segment [position, end) whose queries choose pages: those LEAD before the last one of a page, for
+    the next page, if that one leaves any out. A function of position, however the rows are cut into segments; and so
+    early that in decode pages are scored while the rows between run: no step waits for scores."""
+    first = max(position // PAGE, room) * PAGE + PAGE - 1 - LEAD
+    return [at - position for at in range(first, end, PAGE) if at >= position]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Noted:
+class NotedQuery:
     """The query [layers, heads, dim] of the row at a position, float32."""
 
     position: int
@@ -64,26 +61,26 @@ class Noted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """What a sequence chooses its pages by: on this page, and from the next one on if that is known already."""
+    """The queries by which a sequence chooses its pages: on this page, and from the next one on if known already. None
+    where nothing is left out."""
 
     now: Tensor | None = None  # [layers, heads, dim] float32
     next: Tensor | None = None
 
-    def behind_rows(self, position: int, end: int, noted: Noted | None) -> Queries:
-        """After the rows [position, end) of decode or verify, no more than a page; one of them may have been noted."""
-        now, next = self.now, self.next
-        edge = end // PAGE * PAGE
-        if edge > position:
-            now, next = now if next is None else next, None
-        if noted is not None:
-            now, next = (noted.query, None) if noted.position < edge or now is None else (now, noted.query)
-        return Queries(now, next)
+    def by_page(self, page: int, noted: Sequence[NotedQuery]) -> dict[int, Tensor | None]:
+        """The query that chooses for each page: these, of a sequence in `page`, and those noted since."""
+        return {page: self.now, page + 1: self.next, **{query.position // PAGE + 1: query.query for query in noted}}
+
+    def after_rows(self, position: int, end: int, noted: Sequence[NotedQuery]) -> Queries:
+        """After the rows [position, end), among which these queries were noted."""
+        known = self.by_page(position // PAGE, noted)
+        return Queries(known.get(end // PAGE), known.get(end // PAGE + 1))
 
     def stacked(self) -> Tensor | None:
         """As snapshots hold them: None, [layers, heads, dim], or [layers, 2, heads, dim]."""
-        if self.now is None or self.next is None:
+        if self.next is None:
             return self.now
-        return torch.stack((self.now, self.next), dim=1)
+        return torch.stack((torch.zeros_like(self.next) if self.now is None else self.now, self.next), dim=1)
 
     @classmethod
     def of(cls, stacked: Tensor | None) -> Queries:
@@ -92,11 +89,11 @@ class Queries:
         return cls(*(query.contiguous() for query in stacked.unbind(1)))
 
 
-NOBODY = Queries()
+NO_QUERIES = Queries()
 
 
 class Scores:
-    """Of the pages that a query chooses among, for a sequence of so many sealed pages; on their way to the host."""
+    """How well pages answer a query, for a sequence of `sealed` pages; on their way to the host."""
 
     def __init__(self, scores: Tensor, query: Tensor, sealed: int, room: int) -> None:
         self._query = query
@@ -110,16 +107,16 @@ class Scores:
             self._scores.copy_(scores, non_blocking=True)
             self._arrived = torch.cuda.current_stream(scores.device).record_event()
 
-    def serve(self, query: Tensor, sealed: int) -> bool:
+    def answers(self, query: Tensor, sealed: int) -> bool:
         return self._query is query and self._sealed == sealed
 
-    def look(self) -> None:
-        """Choose now if they are here: at the edge of the page the device would wait for the host meanwhile."""
+    def poll(self) -> None:
+        """Choose now if the scores have arrived: at the end of the page the device would wait for the host."""
         if self._chosen is None and (self._arrived is None or self._arrived.query()):
             self.chosen()
 
     def chosen(self) -> tuple[int, ...]:
-        """The pages that they choose; waits for them."""
+        """The pages with the best scores; waits for these."""
         if self._chosen is None:
             if self._arrived is not None:
                 self._arrived.synchronize()

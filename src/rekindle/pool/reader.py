@@ -1,27 +1,28 @@
 """How the layers read the pool: over resident pages on the device, over pages that are away where they lie.
 
 exact    every page counts. Few rows read what is away where it lies: on a GPU one kernel reads every page by its
-         address, over the link if it must. For many rows, which would read it many times, it is streamed through two
-         small buffers on a stream of its own and merged by log-sum-exp. On a CPU the pages are attended in the very
-         groups of `attend`, so the bits do not depend on where pages lie.
-sparse   only chosen pages count; which those are is a function of the sequence's state alone (choice.py). If several
-         sequences choose more than the pool holds, the rest is read as in exact mode.
+         address, over PCIe if it must. For many rows, which would read it many times, it is streamed through two
+         small buffers (streaming.py) and merged by log-sum-exp. On a CPU the pages are attended in the very groups of
+         `attend`, so the bits do not depend on where pages lie.
+sparse   only chosen pages count; which those are is a function of the tokens and of the pool (choice.py), anew for
+         every page of rows. The pool has one layer, which chooses for itself. Rows of a chunk that lie in several pages
+         attend page by page (in *strips*): what chooses for the second is a query of the first. If several sequences
+         choose more than the pool holds, the rest is read as in exact mode.
 
-Tables list just the pages that count. A step of few rows can be recorded and replayed, whatever it leaves out and
-wherever the rest lies, unless host memory is not pinned (pages that came from disk or over a link).
+Tables list just the pages that count. A step of few rows can be recorded and replayed, whatever pages it skips and
+wherever the others lie, unless some host copies are not pinned (pages that came from disk or from a shard).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rekindle.batch import Segment
+from rekindle.buffers import SINK_PAGES, TAIL_PAGES
 from rekindle.kernels.attention import (
     FAR_ROWS,
     GROUP,
@@ -34,202 +35,174 @@ from rekindle.kernels.attention import (
     sigmoid_gate,
 )
 from rekindle.kernels.attention.naive import ROWS
-from rekindle.kernels.paging import fetch_pages, key_directions, score_pages
+from rekindle.kernels.paging import key_directions, score_pages
 from rekindle.kernels.ragged import Ragged
 from rekindle.pool.choice import (
-    SINK,
-    TAIL,
     KvMode,
-    Noted,
+    NotedQuery,
     Policy,
     Queries,
     Scores,
     choose,
-    deciding_row,
+    deciding_rows,
 )
-from rekindle.pool.homes import sent
-from rekindle.pool.pages import HeldPage, Laid, PagePool, PageTable, Undo
+from rekindle.pool.page_table import PageList, PageTable, Undo
+from rekindle.pool.pages import PagePool
+from rekindle.pool.segments import SegmentAttention, SegmentPages
+from rekindle.pool.streaming import Route, SharedStaging, StagingBuffers
 from rekindle.spec import PAGE
 
-STAGED = 64  # pages of one layer in each of the two buffers between host and device
 KEYED = 16  # pages whose keys are averaged at once, in all layers
-LATER = 16  # rows behind the end of a page, in decode: there the host has time to copy it, at the end it has none
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reach:
-    """What the rows of one segment attend. They are rows [first, first + count) of the batch."""
-
-    table: PageTable
-    first: int
-    count: int
-    position: int  # of the first row
-    attended: Sequence[int]  # pages, ascending
-    decides: int | None  # the row of the batch whose query chooses pages from here on
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.first, self.first + self.count)
-
-    def away(self) -> list[int]:
-        return [i for i in self.attended if self.table.pages[i].place is None]
-
-    @property
-    def to_copy(self) -> list[HeldPage]:
-        """The pages that these rows fill up; in decode, that the row LATER before filled up."""
-        first = self.position if self.count > 1 else max(0, self.position - LATER)
-        return self.table.pages[first // PAGE : (first + self.count) // PAGE]
-
-    @property
-    def skipped(self) -> int:
-        return len(self.table.pages) - len(self.attended)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Seat:
-    """What the layout of a batch needs to know of one segment's pages."""
-
-    places: np.ndarray  # int32, the numbers of the attended pages: places, or berths of those that are away
-    skipped: int  # pages left out, all before the segment
-    noted: int | None  # the row of the batch whose query is noted …
-    table: int  # … for this table
-    far: bool = False  # some of the batch's pages are away, and read where they lie
-    coming: bool = False  # some are on their way back: every layer waits for its own
 
 
 class PoolReader:
     """Prepares the pool for a batch, then attends it layer by layer."""
 
-    def __init__(self, pool: PagePool, mode: KvMode = "exact", policy: Policy = "qk", open_pages: int = 1) -> None:
-        """open_pages: that the rows of one step beside others lie in: two for blocks, which may lie across an edge."""
+    def __init__(
+        self,
+        pool: PagePool,
+        mode: KvMode = "exact",
+        policy: Policy = "qk",
+        attended: int | None = None,
+        staging: SharedStaging | None = None,
+    ) -> None:
+        """attended: pages that a row attends at most in sparse mode, its own included: the same in all stages, though
+        their pools may differ. None: as many as the pool has places.
+        staging: shared with the other pools of the stage."""
+        assert mode == "exact" or len(pool.kv) <= 1, f"in sparse mode a layer chooses for itself, not {len(pool.kv)}"
         self.pool = pool
-        self._open_pages = open_pages
+        self._room = (pool.places if attended is None else attended) - 1  # sealed pages beside a row's own
         self.mode = mode
         self.policy = policy
-        self._reaches: tuple[Reach, ...] = ()
-        self._routes: list[_Route] = []  # of the reaches, made when the first layer needs them
+        self._segments: tuple[SegmentAttention, ...] = ()  # of the prepared batch
+        self._routes: list[Route] = []  # of the segments, made when the first layer needs them
         self._away = 0  # pages that the prepared batch attends, but the device does not hold
         self._readable = False  # the device reads them where they lie
         self._rewindable = False
         self._queries: Tensor | None = None  # [layers, tables + 1, heads, dim]; the last place is for padding
-        self._noting: Tensor | None = None  # what the rows of the forward under way note, as its first layer read it
-        self._staging: _Staging | None = None
+        self._noting: Tensor | None = None  # int64 [2, notes]: rows, and the tables that keep their queries
+        self._noted_in_strips: dict[int, tuple[NotedQuery, ...]] = {}  # by table: of striped segments
+        self._staging = staging or SharedStaging()
         if mode == "sparse" and pool.kv and pool.device.type == "cuda":
-            # Compiled now, not amid a request.
+            # Compiled now, not by the first request.
             keys = pool.kv[0].new_empty(len(pool.kv), 0, *pool.kv[0].shape[2:])
             directions = key_directions(keys)
             score_pages(directions, directions.new_empty(directions.shape[1:], dtype=torch.float32))
 
     def far(self, rows: int) -> bool:
-        """Whether segments of so many rows, over what the prepared batch attends, read some pages where they lie."""
-        return self._away > 0 and self._readable and rows <= FAR_ROWS
+        """Whether segments of at most `rows` rows, over what the prepared batch attends, read pages where they lie."""
+        return self._away > 0 and self._readable and rows <= FAR_ROWS and not self._striped
 
     def replayable(self, rows: int) -> bool:
-        """Whether a recorded step of such segments can: the device reads all that they attend."""
-        return not self._away or self.far(rows)
+        """Whether a recorded step can serve such segments: the device reads all that they attend, and the host has no
+        pages to choose meanwhile."""
+        return not self._striped and (not self._away or self.far(rows))
+
+    @property
+    def _striped(self) -> bool:
+        return any(segment.striped for segment in self._segments)
 
     @property
     def skipping(self) -> frozenset[int]:
         """The tables of the prepared batch that leave out pages: their results are approximations."""
-        return frozenset(reach.table.number for reach in self._reaches if reach.skipped)
+        return frozenset(segment.table.number for segment in self._segments if segment.skipped or segment.striped)
 
-    def seats(self) -> list[Seat]:
+    def segment_pages(self) -> list[SegmentPages]:
         """Of the prepared batch, segment by segment."""
-        noting, far = self.policy == "qk", self.far(max(reach.count for reach in self._reaches))
+        noting, far = self.policy == "qk", self.far(max(segment.count for segment in self._segments))
         return [
-            Seat(
-                self.pool.lay(reach.table).places,
-                reach.skipped,
-                reach.decides if noting else None,
-                reach.table.number,
+            SegmentPages(
+                self.pool.list_pages(segment.table).places[None],
+                segment.skipped,
+                segment.first + segment.deciding[0] if noting and segment.deciding and not segment.striped else None,
+                segment.table.number,
                 far,
                 self.pool.under_way,
             )
-            for reach in self._reaches
+            for segment in self._segments
         ]
 
     # Before the layers run
 
     def prepare(self, segments: Sequence[Segment], tables: Sequence[PageTable], rewindable: bool) -> None:
-        """Places for all rows, the pages that are attended, and as many of these on the device as fit."""
+        """Allocates pages for all rows, chooses the pages that are attended, and pages in as many as fit."""
         self.pool.tick(tables)
         if self.mode == "sparse":
             for table in tables:
                 self._choose(table)
                 if table.scores is not None:
-                    table.scores.look()
+                    table.scores.poll()
         for segment, table in zip(segments, tables, strict=True):
             self.pool.extend(table, segment.end)
         for table in tables:
-            self.pool.bring_back(table)
-        first, reaches = 0, list[Reach]()
+            self.pool.page_in(table)
+        first, prepared = 0, list[SegmentAttention]()
         for segment, table in zip(segments, tables, strict=True):
-            reaches.append(self._reach(segment, table, first, rewindable))
+            prepared.append(self._attention_of(segment, table, first, rewindable))
             first += len(segment)
-        self._reaches = tuple(reaches)
+        self._segments = tuple(prepared)
         self._routes = []
+        self._noted_in_strips = {}
         self._rewindable = rewindable
-        self._look_where([self.pool.lay(table) for table in tables])
-        skipped = sum(reach.skipped for reach in reaches)
+        self._note_away([self.pool.list_pages(table) for table in tables])
+        skipped = sum(segment.skipped for segment in prepared)
         if skipped or self._away:
             self.pool.count(away_attended=self._away, skipped=skipped)
 
-    def _look_where(self, laid: Sequence[Laid]) -> None:
-        """What the device does not hold, and whether it can read that itself."""
-        homes = self.pool.homes
-        self._away = sum(table.away for table in laid)
-        self._readable = homes is not None and not any(table.unread for table in laid)
-        if homes is not None and self._away:
-            homes.send()
+    def _note_away(self, lists: Sequence[PageList]) -> None:
+        """How many attended pages the device does not hold, and whether it can read them itself."""
+        addresses = self.pool.addresses
+        self._away = sum(listed.away for listed in lists)
+        self._readable = addresses is not None and not any(listed.unread for listed in lists)
+        if addresses is not None and self._away:
+            addresses.send()
 
-    def _reach(self, segment: Segment, table: PageTable, first: int, rewindable: bool) -> Reach:
-        row = deciding_row(segment.position, segment.end, rewindable) if self.mode == "sparse" else None
+    def _attention_of(self, segment: Segment, table: PageTable, first: int, rewindable: bool) -> SegmentAttention:
         table.undo = None
-        if rewindable and self.mode == "sparse":
+        prepared = SegmentAttention(table, first, len(segment), segment.position, table.attended())
+        if self.mode == "exact":
+            return prepared
+        if rewindable:
             table.undo = Undo(segment.position, table.queries, table.chosen)
-        decides = None if row is None else first + row
-        return Reach(table, first, len(segment), segment.position, table.attended(), decides)
+        last = (segment.end - 1) // PAGE
+        return replace(
+            prepared,
+            deciding=tuple(deciding_rows(segment.position, segment.end, self._room)),
+            striped=last > max(self._room, segment.position // PAGE),
+        )
 
     def take_up(self, table: PageTable, queries: Tensor | None) -> None:
-        """A restored sequence: its pages are away, its queries are what the straight run had at this position."""
+        """Continue a restored sequence: its pages are away, its queries are those of the run that was captured."""
         if self.mode == "sparse":
             table.queries = Queries.of(None if queries is None else queries.to(self.pool.device))
             self._choose(table)
-            if table.queries.next is not None:
-                self._score(table, table.queries.next, table.sealed + 1)
-        self.pool.bring_back(table)
+        self.pool.page_in(table)
         self.pool.join()
 
     def _choose(self, table: PageTable) -> None:
         if table.chosen is not None:
             return
-        sealed, query = table.sealed, table.queries.now
-        if query is not None and not (table.scores is not None and table.scores.serve(query, sealed)):
-            self._score(table, query, sealed)
-        if query is None or table.scores is None:
-            table.chosen = choose(sealed, self._room(sealed), None)
-        else:
-            table.chosen = table.scores.chosen()
+        sealed, (query, following) = table.sealed, (table.queries.now, table.queries.next)
+        if table.scores is None or query is None or not table.scores.answers(query, sealed):
+            table.scores = self._score(table, query, sealed)
+        table.chosen = choose(sealed, self._room, None) if table.scores is None else table.scores.chosen()
         self.pool.count(choices=1)
+        if following is not None:
+            table.scores = self._score(table, following, sealed + 1)
 
-    def _room(self, sealed: int) -> int:
-        """Pages that a sequence of so many sealed ones may attend beside the open ones."""
-        room = self.pool.places - 1
-        return room if sealed <= room else self.pool.places - self._open_pages
+    def _score(self, table: PageTable, query: Tensor | None, sealed: int) -> Scores | None:
+        """Starts scoring pages by the query, for rows behind `sealed` pages; `Scores.chosen` waits for the result. None
+        where nothing is left out, or the latest pages are the best.
 
-    def _score(self, table: PageTable, query: Tensor, sealed: int) -> None:
-        """Let the device say which pages answer the query, for when so many are sealed. Nobody waits for it here.
-
-        Pages of the tail are chosen in any case. The same pages are scored together whenever that is: the same bits.
+        Pages of the tail are attended in any case. The same pages are scored together whenever that is: the same bits.
         """
-        table.scores = None
-        room = self._room(sealed)
-        if sealed > room:
-            keys = self._keys(table, max(SINK, sealed - TAIL))
-            table.scores = Scores(score_pages(keys, query), query, sealed, room)
+        if query is None or sealed <= self._room:
+            return None
+        keys = self._keys(table, max(SINK_PAGES, sealed - TAIL_PAGES))
+        return Scores(score_pages(keys, query), query, sealed, self._room)
 
     def _keys(self, table: PageTable, count: int) -> Tensor:
-        """Of its first pages; only those that nobody asked for before are new."""
+        """Key directions of its first pages; computed once per page."""
         known = 0 if table.keys is None else len(table.keys)
         fresh = table.pages[known:count]
         unknown = [page for page in fresh if page.keys is None]
@@ -244,34 +217,35 @@ class PoolReader:
         return table.keys[:count]
 
     def advance(self) -> None:
-        """The layers have run: whoever is on another page now, or behind a chunk, chooses anew before its next rows."""
-        for reach in self._reaches if self.mode == "sparse" else ():
-            self._pass(reach)
+        """The layers have run: sequences that reached another page, or the end of a chunk, choose pages anew before
+        their next rows."""
+        for segment in self._segments if self.mode == "sparse" else ():
+            self._advance(segment)
         if self.pool.away and not self._rewindable:
-            # The pool is short, so these will leave one day: copied while the layers run, nobody waits for it then.
-            self.pool.export([page for reach in self._reaches for page in reach.to_copy])
+            # The pool is short, so these pages will be paged out: copied now, while the layers run.
+            self.pool.export([page for segment in self._segments for page in segment.to_copy])
 
-    def _pass(self, reach: Reach) -> None:
-        table, end, noted = reach.table, reach.position + reach.count, self._noted(reach)
-        if reach.count > 1 and not self._rewindable:
-            table.chosen, table.queries = None, Queries(None if noted is None else noted.query)
-            if noted is not None:
-                self._score(table, noted.query, end // PAGE)
-            return
-        table.queries = table.queries.behind_rows(reach.position, end, noted)
-        if end // PAGE > reach.position // PAGE:
-            table.chosen = None
+    def _advance(self, segment: SegmentAttention) -> None:
+        table, end, noted = segment.table, segment.end, self._noted(segment)
+        table.queries = table.queries.after_rows(segment.position, end, noted)
+        moved = end // PAGE > segment.position // PAGE
         if table.undo is not None:
             table.undo = replace(table.undo, noted=noted)
-        if noted is not None and table.queries.next is noted.query:
-            self._score(table, noted.query, noted.position // PAGE + 1)
+        if moved:
+            table.chosen = None
+        if moved and segment.count > 1:
+            table.scores = self._score(table, table.queries.now, end // PAGE)
+        elif noted and not moved:
+            table.scores = self._score(table, table.queries.next, end // PAGE + 1)
 
-    def _noted(self, reach: Reach) -> Noted | None:
-        if reach.decides is None or self._queries is None:
-            return None
-        # A copy: the next one is noted in the same place.
-        query = self._queries[:, reach.table.number].to(torch.float32, copy=True)
-        return Noted(reach.position + reach.decides - reach.first, query)
+    def _noted(self, segment: SegmentAttention) -> tuple[NotedQuery, ...]:
+        if segment.striped:
+            return self._noted_in_strips.get(segment.table.number, ())
+        if not segment.deciding or self._queries is None:
+            return ()
+        # A copy: the table's next query is noted in the same place.
+        query = self._queries[:, segment.table.number].to(torch.float32, copy=True)
+        return (NotedQuery(segment.position + segment.deciding[0], query),)
 
     # In the layers
 
@@ -281,10 +255,10 @@ class PoolReader:
             self.pool.wait_for(layer)
         if rows.noted is not None:
             self._note(layer, q, rows.noted)
-        if rows.far:
-            assert self.pool.homes is not None, "only a GPU reads pages where they lie"
-            return attend_far(q, self.pool.kv[layer], self.pool.homes.table[layer], rows, scale, gate)
-        if self._away:
+        if rows.far and (self._readable or not self._away):
+            assert self.pool.addresses is not None, "only a GPU reads pages where they lie"
+            return attend_far(q, self.pool.kv[layer], self.pool.addresses.table[layer], rows, scale, gate)
+        if self._away or self._striped:
             out = self._attend_scattered(layer, q, rows, scale)
             return out.flatten(1) if gate is None else sigmoid_gate(out, gate)
         if gate is None:
@@ -292,7 +266,7 @@ class PoolReader:
         return attend_gated(q, self.pool.kv[layer], rows, scale, gate)
 
     def _note(self, layer: int, q: Tensor, noted: Tensor) -> None:
-        """Queries that choose pages from here on. Without a word from the host, so that it can be recorded."""
+        """Keep the queries by which later pages are chosen. On the device alone, so that it can be recorded."""
         if self._queries is None:
             layers, tables = len(self.pool.kv), len(self.pool.tables)
             self._queries = torch.zeros(layers, tables + 1, *q.shape[1:], dtype=q.dtype, device=q.device)
@@ -304,24 +278,60 @@ class PoolReader:
     def _attend_scattered(self, layer: int, q: Tensor, rows: Ragged, scale: float) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if q.is_cuda and not self._routes:
-            self._make_routes()
-        for i, reach in enumerate(self._reaches):
-            part = q[reach.rows]
-            if q.is_cuda:
-                positions = rows.row_positions[reach.rows]
-                out[reach.rows] = self._attend_streamed(layer, part, self._routes[i], positions, scale)
+            self._routes = [Route.of(s.table.pages, s.attended, self.pool) for s in self._segments]
+            self._follow()
+        for i, segment in enumerate(self._segments):
+            part, positions = q[segment.rows], rows.row_positions[segment.rows]
+            if segment.striped:
+                self._attend_strips(layer, part, segment, positions, scale, out[segment.rows])
+            elif q.is_cuda:
+                out[segment.rows] = self._attend_streamed(layer, part, self._routes[i], positions, scale)
             else:
-                self._attend_grouped(layer, part, reach, scale, out[reach.rows])
+                pages, position = segment.attended, segment.position
+                self._attend_grouped(layer, part, segment.table, pages, position, scale, out[segment.rows])
         return out
 
-    def _attend_grouped(self, layer: int, q: Tensor, reach: Reach, scale: float, out: Tensor) -> None:
-        """In groups of GROUP pages and ROWS rows, as the definition does."""
-        for first in range(0, reach.count, ROWS):
-            stop = min(first + ROWS, reach.count)
-            positions = torch.arange(reach.position + first, reach.position + stop)
-            pages = [i for i in reach.attended if i * PAGE < reach.position + stop]
+    def _attend_strips(
+        self, layer: int, q: Tensor, segment: SegmentAttention, positions: Tensor, scale: float, out: Tensor
+    ) -> None:
+        """Page by page, since every page of rows attends other pages."""
+        table, strips = segment.table, segment.strips()
+        for (page, rows), chosen in zip(strips, self._choose_for_strips(q, segment), strict=True):
+            attended = (*chosen, page)
+            if q.is_cuda:
+                route = Route.of(table.pages, attended, self.pool)
+                self._follow()
+                out[rows] = self._attend_streamed(layer, q[rows], route, positions[rows], scale)
+            else:
+                position = segment.position + rows.start
+                self._attend_grouped(layer, q[rows], table, attended, position, scale, out[rows])
+
+    def _choose_for_strips(self, q: Tensor, segment: SegmentAttention) -> list[tuple[int, ...]]:
+        """The sealed pages that each strip attends. The keys of the segment's own pages are stored by now."""
+        table, queries = segment.table, dict[int, Tensor | None]()
+        if self.policy == "qk":
+            asked = q[list(segment.deciding)].float()  # a copy, contiguous: [rows that decide, heads, dim]
+            positions = (segment.position + row for row in segment.deciding)
+            noted = tuple(NotedQuery(at, query[None]) for at, query in zip(positions, asked, strict=True))
+            self._noted_in_strips[table.number] = noted
+            queries = table.queries.by_page(segment.position // PAGE, noted)
+        pages = [page for page, _ in segment.strips()]
+        scores = [self._score(table, queries.get(page), page) for page in pages]  # all, before the host waits for one
+        return [
+            choose(page, self._room, None) if found is None else found.chosen()
+            for page, found in zip(pages, scores, strict=True)
+        ]
+
+    def _attend_grouped(
+        self, layer: int, q: Tensor, table: PageTable, attended: Sequence[int], position: int, scale: float, out: Tensor
+    ) -> None:
+        """In groups of GROUP pages and ROWS rows, as `kernels/attention/naive.py` does."""
+        for first in range(0, len(q), ROWS):
+            stop = min(first + ROWS, len(q))
+            positions = torch.arange(position + first, position + stop)
+            pages = [i for i in attended if i * PAGE < position + stop]
             parts = [
-                self._attend_group(layer, q[first:stop], reach.table, pages[at : at + GROUP], positions, scale)
+                self._attend_group(layer, q[first:stop], table, pages[at : at + GROUP], positions, scale)
                 for at in range(0, len(pages), GROUP)
             ]
             out[first:stop] = merge_partials(*zip(*parts, strict=True)).to(out.dtype)
@@ -336,98 +346,24 @@ class PoolReader:
             kv, index = torch.stack([self.pool.data(page, layer) for page in held]), torch.arange(len(held))
         return attend_partial(q, kv, index, torch.tensor(group) * PAGE, row_positions, scale)
 
-    def _make_routes(self) -> None:
-        self._routes = [_Route.of(reach, self.pool) for reach in self._reaches]
-        if self._staging is None:
-            self._staging = _Staging(self.pool.kv[0])
-        # What it reads comes from the current stream: the addresses above, and the copies of pages that were sent away
-        # a moment ago, which that stream has joined. Once for all layers, so that they still overlap with the link.
-        self._staging.follow(torch.cuda.current_stream(self.pool.device))
+    def _follow(self) -> None:
+        """What is staged is read behind what the current stream has by now: addresses, and the copies of pages that
+        have just been paged out, which that stream has joined. In exact mode once for all layers, so that they overlap
+        with the transfers."""
+        self._buffers.follow(torch.cuda.current_stream(self.pool.device))
 
-    def _attend_streamed(self, layer: int, q: Tensor, route: _Route, row_positions: Tensor, scale: float) -> Tensor:
-        """Resident pages at once, then what is away in turns: the next pages travel while these are attended."""
+    @property
+    def _buffers(self) -> StagingBuffers:
+        return self._staging.of(self.pool.kv[0])
+
+    def _attend_streamed(self, layer: int, q: Tensor, route: Route, row_positions: Tensor, scale: float) -> Tensor:
+        """Resident pages at once, then those away in groups: the next group travels while one is attended."""
         # Every row sees its own page, which is resident, so its log-sum-exp is finite from the start.
         out, lse = attend_partial(q, self.pool.kv[layer], route.places, route.positions, row_positions, scale)
-        for turn in route.away:
-            assert self._staging is not None, "made with the routes"
-            with self._staging.staged(turn, layer) as (kv, index):
-                more, more_lse = attend_whole(q, kv, index, scale)  # what is away is sealed, and lies before all rows
+        for group in route.away:
+            with self._buffers.staged(group, layer) as (kv, index):
+                more, more_lse = attend_whole(q, kv, index, scale)  # pages that are away are sealed: before all rows
             both = torch.logaddexp(lse, more_lse)
             out.mul_((lse - both).exp_()[..., None]).addcmul_(more, (more_lse - both).exp_()[..., None])
             lse = both
         return out.to(q.dtype)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Turn:
-    """Up to STAGED pages that are away."""
-
-    pages: list[HeldPage]
-    addresses: Tensor | None  # int64 [layers, pages], if the device reads all of them itself
-
-    def data(self, layer: int) -> list[Tensor]:
-        copies = [page.copies for page in self.pages if page.copies is not None]
-        assert len(copies) == len(self.pages), "a page that is away has copies"
-        return [copy[layer].data for copy in copies]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Route:
-    """Where the pages of a reach lie, as tensors on the device; the same for all layers."""
-
-    places: Tensor  # int32, of resident pages
-    positions: Tensor  # int32, the first position in each
-    away: list[_Turn]
-
-    @classmethod
-    def of(cls, reach: Reach, pool: PagePool) -> _Route:
-        def int32(values: Sequence[int]) -> Tensor:
-            return sent(torch.tensor(values, dtype=torch.int32), pool.device)
-
-        pages, away = reach.table.pages, reach.away()
-        resident = {i: place for i in reach.attended if (place := pages[i].place) is not None}
-        turns = []
-        for at in range(0, len(away), STAGED):
-            numbers = away[at : at + STAGED]
-            turn = [pages[i] for i in numbers]
-            turns.append(_Turn(turn, pool.addresses_of(turn)))
-        return cls(int32(list(resident.values())), int32([i * PAGE for i in resident]), turns)
-
-
-class _Staging:
-    """Two buffers on the device, filled in turn on a stream of their own."""
-
-    def __init__(self, kv: Tensor) -> None:
-        self._buffers = [torch.empty((STAGED, *kv.shape[1:]), dtype=kv.dtype, device=kv.device) for _ in range(2)]
-        self._stream = torch.cuda.Stream(kv.device)
-        self._index = torch.arange(STAGED, dtype=torch.int32, device=kv.device)
-        # Where the pages of each buffer lie, [1, STAGED].
-        steps = torch.arange(STAGED, device=kv.device) * self._buffers[0][0].nbytes
-        self._places = [(steps + buffer.data_ptr())[None] for buffer in self._buffers]
-        self._read = [torch.cuda.Event() for _ in range(2)]  # the buffer's last reader is done
-        self._turn = 0
-
-    def follow(self, stream: torch.cuda.Stream) -> None:
-        """Read nothing before all that was handed to the stream so far is done."""
-        self._stream.wait_stream(stream)
-
-    @contextmanager
-    def staged(self, turn: _Turn, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """A buffer and the places of these pages in it; it is filled again once the readers in the block are done."""
-        self._turn = 1 - self._turn
-        buffer, read = self._buffers[self._turn], self._read[self._turn]
-        current = torch.cuda.current_stream(buffer.device)
-        self._stream.wait_event(read)
-        count = len(turn.pages)
-        with torch.cuda.stream(self._stream):
-            if turn.addresses is not None:
-                targets = self._places[self._turn][:, :count]
-                fetch_pages(targets, turn.addresses[layer : layer + 1], buffer[0].nbytes)
-            else:
-                for place, data in zip(buffer, turn.data(layer), strict=False):
-                    place.copy_(data, non_blocking=True)
-        current.wait_stream(self._stream)
-        try:
-            yield buffer, self._index[:count]
-        finally:
-            read.record(current)

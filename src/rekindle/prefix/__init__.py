@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from rekindle.prefix.cache import CacheStats, PrefixCache
 from rekindle.prefix.index import PrefixIndex
-from rekindle.prefix.retention import check_budget
-from rekindle.prefix.types import Entry, Hit, Lookup, Miss, Tier
+from rekindle.prefix.local import local_tiers
+from rekindle.prefix.retention import check_budgets
+from rekindle.prefix.tier import Tier
+from rekindle.prefix.types import Entry, Hit, Lookup, Miss
 
-__all__ = ["CacheStats", "Entry", "Hit", "Lookup", "Miss", "PrefixCache", "PrefixIndex", "Tier", "check_budget"]
+__all__ = [
+    "CacheStats",
+    "Entry",
+    "Hit",
+    "Lookup",
+    "Miss",
+    "PrefixCache",
+    "PrefixIndex",
+    "Tier",
+    "check_budgets",
+    "local_tiers",
+]

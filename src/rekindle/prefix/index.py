@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rekindle.prefix.types import Entry, Node, Tier
+from rekindle.prefix.types import Copy, Entry, Node
+from rekindle.prompt import common_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What both trees know of a prompt."""
+    """What the trees of all tiers know of a prompt."""
 
     candidates: tuple[Entry, ...]  # longest first, each once
     depth: int
@@ -46,20 +47,20 @@ class Radix:
             if child is None:
                 # At a fork any branch is something the tree has seen; the newest says most.
                 return Path(tuple(entries), node.depth, next(reversed(node.children), None))
-            shared = common(child.edge, tokens[node.depth :])
+            shared = common_length(child.edge, tokens[node.depth :])
             if shared < len(child.edge):
                 return Path(tuple(entries), node.depth + shared, int(child.edge[shared]))
             node = child
 
     def below(self, tokens: np.ndarray, longest: int, count: int) -> list[np.ndarray]:
-        """Runs of at most `longest` tokens that the tree has behind exactly these; `count` of them, newest first."""
+        """Runs of at most `longest` tokens that follow exactly these in the tree; `count` of them, newest first."""
         node, inside = self.root, 0  # tokens end `inside` tokens before the end of the node's edge
         while node.depth < len(tokens):
             self.steps += 1
             child = node.children.get(int(tokens[node.depth]))
             if child is None:
                 return []
-            shared = common(child.edge, tokens[node.depth :])
+            shared = common_length(child.edge, tokens[node.depth :])
             inside = len(child.edge) - shared
             if inside and node.depth + shared < len(tokens):
                 return []
@@ -84,7 +85,7 @@ class Radix:
             child = node.children.get(int(rest[0]))
             if child is None:
                 return self._attach(node, rest)
-            shared = common(child.edge, rest)
+            shared = common_length(child.edge, rest)
             node = child if shared == len(child.edge) else self._split(child, shared)
         return node
 
@@ -117,7 +118,7 @@ class Radix:
         return middle
 
     def _join(self, node: Node) -> None:
-        """Undo a split that nobody needs any more: one child, no entry."""
+        """Undo a split that no longer serves: one child, no entry."""
         if node.parent is None or node.entry is not None or len(node.children) != 1:
             return
         (child,) = node.children.values()
@@ -126,79 +127,71 @@ class Radix:
         node.parent.children[int(node.edge[0])] = child
 
 
-def common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many leading tokens two runs share."""
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
-
-
 class PrefixIndex:
-    """The trees of both tiers. Not locked: the cache that owns it is."""
+    """A tree per tier and name space. A walk meets nothing of another name space, so neither what it finds nor how long
+    it takes tells of one. Not locked: the cache that owns it is."""
 
-    def __init__(self) -> None:
-        self.trees = {tier: Radix() for tier in Tier}
-        self.counts = dict.fromkeys(Tier, 0)
+    def __init__(self, tiers: Sequence[str]) -> None:
+        """tiers: their names, the fastest first."""
+        self._tiers = tuple(tiers)
+        self._spaces: dict[str, dict[str, Radix]] = {}
+        self.counts = dict.fromkeys(self._tiers, 0)
+
+    def trees(self, namespace: str) -> dict[str, Radix]:
+        """The trees of one name space by tier, empty ones where nothing was published in it."""
+        return self._spaces.get(namespace) or {tier: Radix() for tier in self._tiers}
 
     @property
     def steps(self) -> int:
-        return sum(tree.steps for tree in self.trees.values())
+        return sum(tree.steps for trees in self._spaces.values() for tree in trees.values())
 
-    def walk(self, tokens: np.ndarray) -> Walk:
-        """Every published prefix of the prompt, in either tier, and where the prompt leaves both trees."""
-        ram, disk = (self.trees[tier].walk(tokens) for tier in Tier)
-        both = dict.fromkeys(sorted((*ram.entries, *disk.entries), key=lambda entry: -entry.position))
-        further = ram if ram.depth >= disk.depth else disk
-        seen = further.seen
-        if seen is None and ram.depth == disk.depth:
-            seen = disk.seen
-        return Walk(tuple(both), further.depth, seen)
+    def walk(self, tokens: np.ndarray, namespace: str = "") -> Walk:
+        """Every published prefix of the prompt, in any tier, and where the prompt leaves all trees."""
+        paths = [tree.walk(tokens) for tree in self.trees(namespace).values()]
+        entries = sorted((entry for path in paths for entry in path.entries), key=lambda entry: -entry.position)
+        depth = max(path.depth for path in paths)
+        seen = (path.seen for path in paths if path.depth == depth and path.seen is not None)
+        return Walk(tuple(dict.fromkeys(entries)), depth, next(seen, None))
 
-    def below(self, tokens: np.ndarray, longest: int, count: int) -> list[np.ndarray]:
-        """What either tree has behind exactly these tokens; RAM's first, since it is newer or the same."""
-        return [run for tier in Tier for run in self.trees[tier].below(tokens, longest, count)][:count]
+    def below(self, tokens: np.ndarray, longest: int, count: int, namespace: str = "") -> list[np.ndarray]:
+        """What any tree has after exactly these tokens; a faster tier's first, since it is newer or the same."""
+        trees = self.trees(namespace).values()
+        return [run for tree in trees for run in tree.below(tokens, longest, count)][:count]
 
-    def find(self, tokens: np.ndarray) -> Entry | None:
+    def find(self, tokens: np.ndarray, namespace: str = "") -> Entry | None:
         """The entry published under exactly these tokens."""
-        found = self.walk(tokens).candidates[:1]
+        found = self.walk(tokens, namespace).candidates[:1]
         return found[0] if found and found[0].position == len(tokens) else None
 
-    def publish(self, tokens: np.ndarray, entry: Entry, tier: Tier) -> Entry | None:
+    def publish(self, tokens: np.ndarray, entry: Entry, tier: str, id: str) -> Entry | None:
         """Hang an entry into a tier's tree; returns the entry that is no leaf any more, if there is one."""
         assert len(tokens) == entry.position > 0, f"a key of {len(tokens)} tokens, a state at {entry.position}"
-        assert entry.node(tier) is None, "an entry hangs in a tree once"
-        node = self.trees[tier].insert(tokens)
+        assert tier not in entry.copies, "an entry hangs in a tree once"
+        node = self._spaces.setdefault(entry.namespace, self.trees(entry.namespace))[tier].insert(tokens)
         assert node.entry is None, "one entry per prefix"
         node.entry = entry
-        self._set_node(entry, tier, node)
+        entry.copies[tier] = Copy(id, node)
         self.counts[tier] += 1
         parent = node.parent
         first_child = parent is not None and len(parent.children) == 1 and not node.children
         return parent.entry if parent is not None and first_child else None
 
-    def evict(self, entry: Entry, tier: Tier) -> Entry | None:
+    def evict(self, entry: Entry, tier: str) -> Entry | None:
         """Take an entry out of a tier's tree; returns the entry that has become a leaf, if one has."""
-        node = entry.node(tier)
-        assert node is not None, "only what is published can be evicted"
+        assert tier in entry.copies, "only what is published can be evicted"
+        node = entry.copies.pop(tier).node
         parent = node.parent
-        self.trees[tier].remove(node)
-        self._set_node(entry, tier, None)
+        self.trees(entry.namespace)[tier].remove(node)
         self.counts[tier] -= 1
         return parent.entry if parent is not None and not parent.children else None
 
-    def entries(self, tier: Tier) -> Iterator[Entry]:
-        """Every entry of a tier; for starting, stopping and tests, never per request."""
-        nodes = [self.trees[tier].root]
+    def entries(self) -> set[Entry]:
+        """Every entry of every tier; for stopping and tests, never per request."""
+        found = set()
+        nodes = [tree.root for trees in self._spaces.values() for tree in trees.values()]
         while nodes:
             node = nodes.pop()
             nodes.extend(node.children.values())
             if node.entry is not None:
-                yield node.entry
-
-    @staticmethod
-    def _set_node(entry: Entry, tier: Tier, node: Node | None) -> None:
-        if tier is Tier.RAM:
-            entry.ram_node = node
-        else:
-            entry.disk_node = node
+                found.add(node.entry)
+        return found

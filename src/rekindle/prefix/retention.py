@@ -1,35 +1,40 @@
-"""What to keep and what to evict: one order over both tiers, found without looking at those that stay.
+"""What to keep and what to evict: one order for every tier, found without looking at those that stay.
 
 A tier over its budget loses, in this order, least recently used first within each rank:
 
-    LATTICE    even points inside long messages
+    LATTICE    points between boundaries that lie far apart
     LEAF       ends of branches that no active conversation needs
     ANCESTOR   what lies on the way to something longer
     FRESH      the newest snapshots of conversations that have not come back yet
     RETURNING  the newest snapshots of conversations that have
     SYSTEM     system + tools, which every conversation under the same prompt starts from
+    KEPT       what a client asked to keep for a time that is not over, the first to be over first
 
-System prompts may hold a quarter of a tier (and always one); beyond that they go first, those never hit before the
-others, so that side calls with prompts of their own push out neither conversations nor the system prompt in use.
+System prompts may hold a quarter of a tier (and always one). Beyond that they go right behind the lattice, those never
+hit before the others, so that side calls with prompts of their own push out neither conversations nor the system prompt
+in use.
+What clients asked to keep may hold half of a tier (and always one) in the same way.
 What is pinned is in no rank and cannot be evicted.
 """
 
 from __future__ import annotations
 
 import heapq
+import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from rekindle.prefix.types import Entry, Standing, Tier
+from rekindle.prefix.types import Entry, Standing
 from rekindle.prompt import BoundaryKind
+from rekindle.spec import NEWEST
 
-SYSTEM_SHARE = 4  # system prompts may hold one in so many bytes of a tier
+SYSTEM_SHARE = 4  # system prompts may hold 1/4 of the bytes of a tier
+KEPT_SHARE = 2  # what clients asked to keep may hold 1/2
 
 FRESH_CONVERSATIONS = 4
 RETURNING_CONVERSATIONS = 8
-NEWEST = 3  # snapshots a conversation may need next: its answer, its prompt's end, the last message of it
 PATIENCE = 64  # lookups after which a conversation that did not come back is no longer active
 
 
@@ -40,12 +45,19 @@ class Rank(IntEnum):
     FRESH = 3
     RETURNING = 4
     SYSTEM = 5
+    KEPT = 6
 
 
-Key = tuple[bool, int]  # (was it ever hit, for system prompts; last use), smallest leaves first
+Key = tuple[
+    bool, float
+]  # (was it ever hit, for system prompts; last use, or the end of its time), smallest leaves first
+
+now = time.monotonic
 
 
 def rank_of(entry: Entry, leaf: bool) -> Rank:
+    if entry.kept_until > now():
+        return Rank.KEPT
     if entry.kind is BoundaryKind.SYSTEM:
         return Rank.SYSTEM
     if entry.standing is not Standing.IDLE:
@@ -56,16 +68,16 @@ def rank_of(entry: Entry, leaf: bool) -> Rank:
 
 
 class Retention:
-    """Who leaves one tier next. One heap per rank; an entry that moved leaves a stale item behind, skipped later."""
+    """Which entry leaves one tier next. One heap per rank; an entry that moved leaves a stale item, skipped later."""
 
-    def __init__(self, tier: Tier, budget: int) -> None:
+    def __init__(self, tier: str, budget: int) -> None:
         self.tier = tier
         self.budget = budget
         self.steps = 0  # heap items looked at, ever; what the cost laws count
         self._places: dict[Entry, tuple[Rank, Key]] = {}
         self._heaps: dict[Rank, list[tuple[Key, int, Entry]]] = {rank: [] for rank in Rank}
         self._counts = dict.fromkeys(Rank, 0)
-        self._system_bytes = 0
+        self._bytes = dict.fromkeys(Rank, 0)
         self._pushes = 0
 
     def __len__(self) -> int:
@@ -73,16 +85,15 @@ class Retention:
 
     def place(self, entry: Entry) -> None:
         """Give an entry its place, new or changed; a pinned or leaving one has none."""
-        node = entry.node(self.tier)
+        copy = entry.copies.get(self.tier)
         self.forget(entry)
-        if node is None or entry.pins or (entry.leaving and self.tier is Tier.RAM):
+        if copy is None or entry.pins or copy.leaving is not None:
             return
-        rank = rank_of(entry, not node.children)
-        key = (rank is Rank.SYSTEM and entry.hits > 0, entry.used)
+        rank = rank_of(entry, not copy.node.children)
+        key = (rank is Rank.SYSTEM and entry.hits > 0, entry.kept_until if rank is Rank.KEPT else entry.used)
         self._places[entry] = (rank, key)
         self._counts[rank] += 1
-        if rank is Rank.SYSTEM:
-            self._system_bytes += entry.own_bytes
+        self._bytes[rank] += entry.own_bytes
         self._push(rank, key, entry)
 
     def forget(self, entry: Entry) -> None:
@@ -91,11 +102,11 @@ class Retention:
         if place is None:
             return
         self._counts[place[0]] -= 1
-        if place[0] is Rank.SYSTEM:
-            self._system_bytes -= entry.own_bytes
+        self._bytes[place[0]] -= entry.own_bytes
 
     def victim(self) -> Entry | None:
         """The next to leave, no longer a candidate; None if all that is left is pinned."""
+        self._end_keeping()
         for rank in self._order():
             entry = self._pop(rank)
             if entry is not None:
@@ -104,8 +115,18 @@ class Retention:
         return None
 
     def _order(self) -> list[Rank]:
-        crowded = self._counts[Rank.SYSTEM] > 1 and self._system_bytes * SYSTEM_SHARE > self.budget
-        return [Rank.SYSTEM, *Rank] if crowded else list(Rank)
+        shares = ((Rank.SYSTEM, SYSTEM_SHARE), (Rank.KEPT, KEPT_SHARE))
+        crowded = [rank for rank, n in shares if self._counts[rank] > 1 and self._bytes[rank] * n > self.budget]
+        return [Rank.LATTICE, *crowded, *Rank]
+
+    def _end_keeping(self) -> None:
+        """Entries whose time is over go back to the rank they would have without it."""
+        heap = self._heaps[Rank.KEPT]
+        while heap and (heap[0][0][1] <= now() or not self._is_live(Rank.KEPT, heap[0])):
+            self.steps += 1
+            item = heapq.heappop(heap)
+            if self._is_live(Rank.KEPT, item):
+                self.place(item[2])
 
     def _push(self, rank: Rank, key: Key, entry: Entry) -> None:
         heap = self._heaps[rank]
@@ -180,7 +201,7 @@ class Conversations:
                 self._retire(group)
 
     def forget(self, entry: Entry) -> None:
-        """Evicted from both tiers."""
+        """Evicted from every tier."""
         conversation = self._fresh.get(entry.conversation) or self._returning.get(entry.conversation)
         if conversation is not None and entry in conversation.newest:
             conversation.newest.remove(entry)
@@ -193,6 +214,8 @@ class Conversations:
         return conversation
 
     def _add(self, conversation: _Conversation, entry: Entry) -> None:
+        if entry.kind is BoundaryKind.LATTICE:
+            return  # where a prompt branched off behind it, a snapshot is published there
         if entry in conversation.newest:
             conversation.newest.remove(entry)
         conversation.newest.append(entry)
@@ -216,11 +239,11 @@ class Conversations:
             self._changed(entry)
 
 
-def check_budget(snapshot_bytes: int, ram: int, disk: int | None) -> list[str]:
-    """Warnings for budgets in which the tier cannot do its work; `snapshot_bytes` is what one snapshot of the model
-    takes before its first page, `disk` None without a disk tier. A budget of 0 is a wish to keep nothing."""
+def check_budgets(snapshot_bytes: int, budgets: Mapping[str, int]) -> list[str]:
+    """Warnings for budgets, by tier, in which a tier cannot do its work; `snapshot_bytes` is what one snapshot of the
+    model takes before its first page. A budget of 0 is a wish to keep nothing."""
     warnings = []
-    for tier, budget in ((Tier.RAM, ram), (Tier.DISK, disk)):
+    for tier, budget in budgets.items():
         if not budget:
             continue
         if budget < snapshot_bytes:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
 import numpy as np
 
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots.types import Snapshot
-
-
-class Tier(StrEnum):
-    """Where a snapshot rests."""
-
-    RAM = "ram"
-    DISK = "disk"
 
 
 class Standing(IntEnum):
@@ -32,9 +25,9 @@ class Miss(StrEnum):
 
     EMPTY = "empty"  # nothing is published
     UNSEEN = "unseen"  # past the hit, the index has seen nothing like it
-    NO_BOUNDARY = "no_boundary"  # more was seen, but no snapshot lies between the hit and the departure
+    NO_BOUNDARY = "no_boundary"  # more was seen, but no snapshot lies between the hit and the divergence
     NO_LOGITS = "no_logits"  # a snapshot as long as the prompt has no logits to sample from
-    BAD_FILE = "bad_file"  # a longer snapshot on disk could not be used
+    BAD_FILE = "bad_file"  # a longer snapshot could not be read back
     EVICTED = "evicted"  # a longer snapshot was evicted while it was looked up
     PROMPT_LOGPROBS = "prompt_logprobs"  # every token's logits were asked for, and a snapshot has none but the last
 
@@ -53,37 +46,33 @@ class Node:
 
 
 @dataclass(slots=True, eq=False)
+class Copy:
+    """An entry in one tier."""
+
+    id: str  # the tier's
+    node: Node  # in the tier's tree
+    leaving: Snapshot | None = None  # the tier has let go of it; it is found here until a slower tier has it
+
+
+@dataclass(slots=True, eq=False)
 class Entry:
-    """One published prefix, in RAM, on disk or in both. Its fields belong to the cache and its lock."""
+    """One published prefix, in one tier or several. Its fields belong to the cache and its lock."""
 
     position: int
     kind: BoundaryKind
     conversation: str
     own_bytes: int
     has_logits: bool
-    has_drafter: bool
-    snapshot: Snapshot | None = None  # the RAM tier's
-    disk_id: str | None = None  # the disk tier's
-    ram_node: Node | None = None
-    disk_node: Node | None = None
+    namespace: str = ""  # only prompts of the same name space find it
+    copies: dict[str, Copy] = field(default_factory=dict)  # by tier
+    adding: set[str] = field(default_factory=set)  # tiers that took it and are not done
     pins: int = 0
-    saving: bool = False  # in the writer's hands
-    leaving: bool = False  # evicted from RAM, findable there until it is saved
-    inherited: bool = False  # on disk since before this process began
-    gone: bool = False  # evicted from both tiers, or set aside
+    kept_until: float = 0.0  # seconds of a monotonic clock; a client asked for it
+    inherited: bool = False  # from an earlier process
+    gone: bool = False  # evicted from every tier, or quarantined
     used: int = 0  # the cache's count of operations at its last use
     hits: int = 0
     standing: Standing = Standing.IDLE
-
-    def node(self, tier: Tier) -> Node | None:
-        return self.ram_node if tier is Tier.RAM else self.disk_node
-
-    @property
-    def tier(self) -> Tier | None:
-        """The fastest tier that holds it."""
-        if self.snapshot is not None:
-            return Tier.RAM
-        return Tier.DISK if self.disk_id is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +81,7 @@ class Hit:
 
     snapshot: Snapshot
     position: int
-    tier: Tier
+    tier: str
     entry: Entry
     release: Callable[[], None]  # once, when the state has been restored or is not wanted
 
@@ -102,7 +91,7 @@ class Lookup:
     """What the index knows of a prompt."""
 
     hit: Hit | None
-    departure: int  # where the prompt leaves everything the index has seen; a boundary is worth cutting there
+    divergence: int  # where the prompt leaves everything the index has seen; a boundary is worth cutting there
     ours: int | None  # the prompt's token there, None at its end
     seen: int | None  # the token the index has there, None past the end of what it has seen
     miss: Miss | None  # None when the hit is as long as the prompt
@@ -122,14 +111,14 @@ class Lookup:
             case Miss.EMPTY:
                 return "nothing has been published yet"
             case Miss.UNSEEN:
-                return f"the prompt is new from position {self.departure} on"
+                return f"the prompt is new from position {self.divergence} on"
             case Miss.NO_BOUNDARY:
-                seen = f"the prompt was seen up to position {self.departure}"
+                seen = f"the prompt was seen up to position {self.divergence}"
                 return f"{seen}, the last snapshot before lies at {self.reached}"
             case Miss.NO_LOGITS:
                 return "the snapshot at the prompt's end has no logits"
             case Miss.BAD_FILE:
-                return "a longer snapshot on disk could not be used and was set aside"
+                return "a longer snapshot on disk could not be used and was quarantined"
             case Miss.EVICTED:
                 return "a longer snapshot was evicted while it was looked up"
             case Miss.PROMPT_LOGPROBS:

@@ -19,7 +19,7 @@ from rekindle.shards.session import Deadlines, HeadSession
 from rekindle.shards.terms import Terms
 from rekindle.snapshots.types import Part
 from rekindle.spec import Span
-from rekindle.stages.types import Ahead, PageCount, StageOutput
+from rekindle.stages.types import PageCount, PendingTokens, StageOutput
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Keeper(Protocol):
-    """Whoever started the shard's process, and can start it again."""
+    """Started the shard's process, and can start it again."""
 
     def is_running(self) -> bool: ...
     def restart(self) -> None: ...
@@ -140,23 +140,25 @@ class RemoteStage:
 
     # Running
 
-    def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput:
-        assert ahead is None, "tokens drawn ahead stay on the device of a stage that is alone and local"
+    def forward(self, batch: Batch, hidden: torch.Tensor | None, pending: PendingTokens | None = None) -> StageOutput:
+        assert pending is None, "tokens drawn ahead stay on the device of a stage that is alone and local"
         return self.submit(batch, hidden).result()
 
     def submit(self, batch: Batch, hidden: torch.Tensor | None) -> Asking[StageOutput]:
         """A forward under way. `hidden` must not change before its result is there."""
         tensors = {} if hidden is None else {"hidden": hidden}
-        counts = {"hidden": batch.rows, "logits": batch.logit_rows, "scores": batch.scored_rows}
-        return self._ask(frames.export_batch(batch), tensors, lambda reply: self._import_output(reply, counts))
+        return self._ask(frames.export_batch(batch), tensors, lambda reply: self._import_output(reply, batch))
 
-    def _import_output(self, reply: Frame, counts: Mapping[str, int]) -> StageOutput:
+    def _import_output(self, reply: Frame, batch: Batch) -> StageOutput:
         body = reply.body
         if not isinstance(body, frames.Output):
             raise BadFrame(f"asked for a forward, got a frame of kind {type(body).__name__.lower()}")
         self._count(body.pages)
+        tensors = dict(reply.tensors)
+        features = self._import_features(tensors.pop("features", None), batch)
+        counts = {"hidden": batch.rows, "logits": batch.logit_rows, "scores": batch.scored_rows}
         dtypes = {"hidden": DTYPES[self.terms.hidden_dtype], "logits": torch.float32, "scores": torch.float32}
-        for name, tensor in reply.tensors.items():
+        for name, tensor in tensors.items():
             if name not in dtypes:
                 raise BadFrame(f"the output of a forward is {', '.join(dtypes)}, {self._who} sent {name!r}")
             if tensor.ndim != 2 or tensor.shape[0] != counts[name] or tensor.dtype != dtypes[name]:
@@ -164,8 +166,25 @@ class RemoteStage:
                     f"{name} from {self._who} is {list(tensor.shape)} {tensor.dtype}, "
                     f"expected {counts[name]} rows of {dtypes[name]}"
                 )
-        hidden, logits, scores = map(reply.tensors.get, counts)
-        return StageOutput(hidden, logits, frozenset(body.skipping), scores)
+        hidden, logits, scores = map(tensors.get, counts)
+        return StageOutput(hidden, logits, frozenset(body.skipping), scores, features)
+
+    def _import_features(self, tensor: torch.Tensor | None, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """Of the taps in this span, each [batch.feature_rows, hidden]."""
+        taps, dtype = sum(layer in self.span for layer in batch.taps), DTYPES[self.terms.hidden_dtype]
+        if tensor is None and not taps:
+            return ()
+        if (
+            tensor is None
+            or tensor.ndim != 3
+            or tensor.shape[:2] != (taps, batch.feature_rows)
+            or tensor.dtype != dtype
+        ):
+            brought = "nothing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
+            raise BadFrame(
+                f"features from {self._who} are {brought}, expected {taps} times {batch.feature_rows} rows of {dtype}"
+            )
+        return tensor.unbind(0)
 
     # State
 

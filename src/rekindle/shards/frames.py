@@ -22,7 +22,7 @@ import zmq
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.errors import BadFrame, LinkRefused
 
-VERSION = 2
+VERSION = 4
 MAGIC = b"rk"
 
 # What may travel. Quantised rows of KV are bytes.
@@ -39,9 +39,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_TENSORS = 4096  # tensors of one frame: three per layer, and some room
 MAX_DIMS = 8
-SHORT = 1 << 16  # bytes up to which a copy costs less than a view that somebody has to keep track of
+MAX_TAPS = 256  # layers whose outputs a drafter reads
+SHORT = 1 << 16  # bytes up to which a copy costs less than a view that has to be kept track of
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
@@ -62,7 +64,8 @@ class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Hello(Body, frozen=True):
-    """The head says what it expects. `replaces` names its lost session, whose slots may be closed at once."""
+    """The head says what it expects, and what it planned with. `replaces` names its lost session, whose slots may be
+    closed at once."""
 
     stage: Name
     fingerprint: Text
@@ -72,6 +75,8 @@ class Hello(Body, frozen=True):
     kv_dtype: Name
     slots: Count
     replaces: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    pages: Count = 0  # of one sequence at the context limit
+    rewind_rows: Count = 0  # of the longest block that is verified
 
 
 class Welcome(Body, frozen=True):
@@ -100,9 +105,10 @@ class Goodbye(Body, frozen=True):
 class SegmentEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     slot: Count
     position: Count
-    tokens: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
+    tokens: Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1)]
     wanted: Wanted
     top: Count = 0
+    features: Count = 0
 
 
 class Forward(Body, frozen=True):
@@ -110,6 +116,7 @@ class Forward(Body, frozen=True):
 
     segments: Annotated[tuple[SegmentEntry, ...], msgspec.Meta(min_length=1)]
     rewindable: bool
+    taps: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_TAPS)] = ()
 
 
 class PagesEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -119,7 +126,8 @@ class PagesEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Output(Body, frozen=True):
-    """With the tensor `hidden`, or with `logits` and `scores` as far as they were wanted.
+    """With the tensor `hidden`, or with `logits` and `scores` as far as they were wanted; with `features` [taps of the
+    stage, rows, hidden] where it has some of the batch's taps.
 
     Whatever may have changed the stage's pages answers with their count: the head then never has to wait for it.
     """
@@ -141,20 +149,17 @@ class Rewind(Body, frozen=True):
     position: Count
 
 
-class KvEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="kv"):
-    """With the tensors `<layer>.pages` and `<layer>.tail`, and `<layer>.query` from a sparse run."""
+TensorName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]{0,31}$")]
+
+
+class PartEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """With a tensor `<layer>.<name>` for every name and, of a paged layer, the tensor `<layer>/pages`."""
 
     layer: Count
-    kept: Count  # leading pages that the receiver holds already, so they are not sent
+    names: Annotated[tuple[TensorName, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+    kept: Count = 0  # leading pages that the receiver holds already, so they are not sent
 
 
-class DeltaEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="delta"):
-    """With the tensors `<layer>.state` and `<layer>.window`."""
-
-    layer: Count
-
-
-PartEntry: TypeAlias = KvEntry | DeltaEntry
 PartEntries: TypeAlias = Annotated[tuple[PartEntry, ...], msgspec.Meta(max_length=MAX_TENSORS // 2)]
 
 
@@ -361,18 +366,28 @@ def _tensor_of(part: zmq.Frame, dtype: torch.dtype, shape: tuple[int, ...], copy
 
 
 def export_batch(batch: Batch) -> Forward:
-    entries = tuple(SegmentEntry(s.slot, s.position, s.tokens, s.wanted, s.top) for s in batch.segments)
-    return Forward(entries, batch.rewindable)
+    for segment in batch.segments:
+        if not 0 <= min(segment.tokens) <= max(segment.tokens) < 1 << 31:
+            wrong = next(token for token in segment.tokens if not 0 <= token < 1 << 31)
+            raise BadFrame(f"slot {segment.slot}: {wrong} is no token id, which have 31 bits")
+    entries = tuple(SegmentEntry(s.slot, s.position, s.tokens, s.wanted, s.top, s.features) for s in batch.segments)
+    return Forward(entries, batch.rewindable, batch.taps)
 
 
 def import_batch(body: Forward) -> Batch:
     slots = [entry.slot for entry in body.segments]
     if len(slots) != len(set(slots)):
         raise BadFrame(f"a batch has at most one segment per slot, this one names slots {slots}")
+    for entry in body.segments:
+        if entry.features > len(entry.tokens):
+            raise BadFrame(f"slot {entry.slot}: features of {entry.features} rows of {len(entry.tokens)} are asked for")
+    if list(body.taps) != sorted(set(body.taps)):
+        raise BadFrame(f"taps ascend, this batch names {list(body.taps)}")
     segments = tuple(
-        Segment(entry.slot, entry.position, entry.tokens, entry.wanted, entry.top) for entry in body.segments
+        Segment(entry.slot, entry.position, entry.tokens, entry.wanted, entry.top, entry.features)
+        for entry in body.segments
     )
-    return Batch(segments, body.rewindable)
+    return Batch(segments, body.rewindable, body.taps)
 
 
 def expect(body: Any, kind: type[Body]) -> None:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 import zmq
 
+from rekindle.batch import Segment
 from rekindle.errors import BadFrame, RekindleError, SnapshotMismatch
 from rekindle.shards import frames
 from rekindle.shards.frames import DTYPES, AnyBody, Frame, Header, Limits
@@ -51,7 +52,7 @@ class Prepared:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One head and the stage it holds. Whoever reads writes `heard` and `alive`, the worker all the rest."""
+    """One head and the stage it holds. The reader of the wire writes `heard` and `alive`, the worker all the rest."""
 
     id: bytes
     host: StageHost
@@ -60,26 +61,32 @@ class Session:
     slots: set[int] = field(default_factory=set)  # that the head touched and did not close
     prepared: dict[int, Prepared] = field(default_factory=dict)  # by slot
     held: dict[int, Held] = field(default_factory=dict)  # by slot
+    reach: dict[int, range] = field(default_factory=dict)  # by slot: from how far back it may go to where it stands
 
 
 class StageHost:
-    def __init__(self, name: str, stage: Stage, terms: Terms, wire: Wire, limits: Limits) -> None:
+    def __init__(
+        self, name: str, stage: Stage, terms: Terms, wire: Wire, limits: Limits, vocabulary: int | None = None
+    ) -> None:
         self.name = name
         self.stage = stage
         self.terms = terms
-        self.session: Session | None = None  # who holds the stage; belongs to whoever reads the wire
+        self.session: Session | None = (
+            None  # of the head that holds the stage; guarded by the lock of the wire's reader
+        )
         self._limits = limits
+        self._vocabulary = vocabulary
         self._wire = wire
         self._line: deque[Callable[[], None] | None] = deque()
-        self._alarm, self._bell = socket.socketpair()  # rings when somebody else puts work in line
-        self._alarm.setblocking(False)
-        self._bell.setblocking(False)
+        self._wake_reader, self._wake_writer = socket.socketpair()  # another thread that queues work writes a byte
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
         self._thread = threading.Thread(target=self._work, name=f"shard stage {name}", daemon=True)
 
     def start(self) -> None:
         self._waiter = select.poll()
         self._waiter.register(self._wire, select.POLLIN)
-        self._waiter.register(self._alarm, select.POLLIN)
+        self._waiter.register(self._wake_reader, select.POLLIN)
         self._thread.start()
 
     def stop(self) -> None:
@@ -94,8 +101,8 @@ class StageHost:
 
     def close(self) -> None:
         """After every worker has stopped: they put work in each other's lines."""
-        self._alarm.close()
-        self._bell.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
 
     def put(self, session: Session, header: Header, parts: Sequence[zmq.Frame]) -> None:
         self._put(lambda: self._answer(session, header, parts))
@@ -106,8 +113,8 @@ class StageHost:
     def _put(self, work: Callable[[], None] | None) -> None:
         self._line.append(work)
         if threading.current_thread() is not self._thread:
-            with suppress(BlockingIOError):  # it rings already
-                self._bell.send(b"!")
+            with suppress(BlockingIOError):  # unread bytes wake the worker already
+                self._wake_writer.send(b"!")
 
     # The worker thread
 
@@ -120,14 +127,14 @@ class StageHost:
         """Read the wire until something stands in line."""
         self._wire.read()
         while not self._line:
-            if any(ready == self._alarm.fileno() for ready, _ in self._waiter.poll()):
+            if any(ready == self._wake_reader.fileno() for ready, _ in self._waiter.poll()):
                 with suppress(BlockingIOError):
-                    self._alarm.recv(64)
+                    self._wake_reader.recv(64)
             self._wire.read()
         return self._line.popleft()
 
     def _answer(self, session: Session, header: Header, parts: Sequence[zmq.Frame]) -> None:
-        if session.alive:  # somebody still waits for it
+        if session.alive:  # the head still waits for it
             self._wire.send([session.id + REPLIES, *self.reply(session, header, parts)])
 
     def reply(self, session: Session, header: Header, parts: Sequence[zmq.Frame]) -> list[bytes | memoryview]:
@@ -151,6 +158,7 @@ class StageHost:
         session.slots.clear()
         session.prepared.clear()
         session.held.clear()
+        session.reach.clear()
         if goodbye is not None:
             reply = frames.export_frame(Frame(goodbye, frames.Done(self._count_pages())), self._limits)
             self._wire.send([session.id + REPLIES, *reply])
@@ -179,11 +187,36 @@ class StageHost:
         batch = frames.import_batch(asked)
         for segment in batch.segments:
             self._take_slot(session, segment.slot)
+            self._check_segment(session, segment)
         hidden = self._import_hidden(batch.rows, tensors)
+        for segment in batch.segments:  # if the forward fails, the position of the slot is unknown
+            session.reach.pop(segment.slot, None)
         output = self.stage.forward(batch, hidden)
-        named = {"hidden": output.hidden, "logits": output.logits, "scores": output.scores}
+        for segment in batch.segments:
+            began = segment.position if batch.rewindable else segment.end
+            session.reach[segment.slot] = range(began, segment.end)
+        features = torch.stack(output.features) if output.features else None
+        named = {"hidden": output.hidden, "logits": output.logits, "scores": output.scores, "features": features}
         body = frames.Output(self._count_pages(), tuple(sorted(output.skipping)))
         return body, {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def _check_segment(self, session: Session, segment: Segment) -> None:
+        stands = session.reach.get(segment.slot)
+        if stands is not None and segment.position != stands.stop:
+            raise BadFrame(
+                f"slot {segment.slot} stands at {stands.stop}, the frame's segment begins at {segment.position}"
+            )
+        highest = max(segment.tokens)
+        if self._vocabulary is not None and highest >= self._vocabulary:
+            raise BadFrame(f"the frame brings token {highest}, the vocabulary has {self._vocabulary}")
+
+    @staticmethod
+    def _reach_of(session: Session, body: frames.Rewind) -> range:
+        reach = session.reach.get(body.slot, range(0))
+        if not reach.start <= body.position <= reach.stop:
+            there = f"between {reach.start} and {reach.stop}"
+            raise BadFrame(f"slot {body.slot} can be {there}, the frame goes back to {body.position}")
+        return reach
 
     def _import_hidden(self, rows: int, tensors: Tensors) -> torch.Tensor | None:
         wanted = {"hidden"} if self.terms.span.start else set()
@@ -215,15 +248,19 @@ class StageHost:
             self._take_slot(session, body.slot)
             session.held.pop(body.slot, None)
             self.stage.open(body.slot)
+            session.reach[body.slot] = range(0)
         elif isinstance(body, frames.Close):
             self._take_slot(session, body.slot)
             session.held.pop(body.slot, None)
             self._abort(session, body.slot)
+            session.reach.pop(body.slot, None)
             self.stage.close(body.slot)
             session.slots.discard(body.slot)
         elif isinstance(body, frames.Rewind):
             self._take_slot(session, body.slot)
+            reach = self._reach_of(session, body)
             self.stage.rewind(body.slot, body.position)
+            session.reach[body.slot] = range(reach.start, body.position)
         elif isinstance(body, frames.Commit):
             self._commit(session, body.slot)
         elif isinstance(body, frames.Abort):
@@ -236,11 +273,13 @@ class StageHost:
         if prepared is None:
             raise SnapshotMismatch(f"slot {slot}: the head commits a restore, the shard has none prepared")
         session.held.pop(slot, None)
+        session.reach.pop(slot, None)
         if isinstance(self.stage, TwoPhaseRestore):
             self.stage.commit_restore(slot)
         else:
             self.stage.restore(slot, prepared.position, prepared.parts)
         session.held[slot] = Held(prepared.id, pages_of(prepared.parts))
+        session.reach[slot] = range(prepared.position, prepared.position)
 
     def _abort(self, session: Session, slot: int) -> None:
         if session.prepared.pop(slot, None) is not None and isinstance(self.stage, TwoPhaseRestore):
@@ -249,7 +288,9 @@ class StageHost:
     def _take_slot(self, session: Session, slot: int) -> None:
         if slot >= self.terms.slots:
             raise BadFrame(f"the frame names slot {slot}, the stage has {self.terms.slots}")
-        session.slots.add(slot)
+        if slot not in session.slots:
+            session.slots.add(slot)
+            session.reach[slot] = range(0)
 
 
 def _failure(error: Exception) -> frames.Failed:

@@ -1,7 +1,8 @@
 """The connection between a head and a shard: addresses, keys and sockets.
 
-On one host a link is an ipc:// socket that only its user can open, or tcp:// on loopback. Between hosts it is tcp://
-with CURVE: both ends have a key pair, the head knows the shard's public key and the shard lists the heads it allows.
+A link is an ipc:// socket that only its user can open, or tcp:// with CURVE: both ends have a key pair, the head knows
+the shard's public key and the shard lists the heads it allows. On loopback, which every user of the host can reach, the
+two ends of one user share a key pair that lies in the user's own folder.
 
 A head opens three connections to the one socket of a shard, so that no large frame can hold up a sign of life:
 requests go out on the first, replies come in on the second, pings and pongs have the third. The connections of one
@@ -15,11 +16,13 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import zmq
+from zmq.utils.z85 import Z85CHARS
 
 from rekindle.errors import BadConfig, LinkRefused
 from rekindle.shards.frames import Limits
@@ -34,6 +37,7 @@ ZAP_DOMAIN = b"rekindle"
 _SNDMORE = int(zmq.SNDMORE)
 _IPC_PATH_LIMIT = 107  # bytes of a Unix socket path
 _KEY_LENGTH = 40  # characters of a key in Z85
+_KEY_FILE_LIMIT = 1 << 12  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +67,18 @@ class ShardKeys:
 
 def keygen(path: Path) -> KeyPair:
     """Write a new key pair: the secret for its owner's eyes in `path`, the public key in `path`.pub."""
-    public, secret = (key.decode() for key in zmq.curve_keypair())
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        os.fchmod(descriptor, 0o600)  # whatever the umask was
-        file.write(f"{public}\n{secret}\n")
-    _public_path(path).write_text(f"{public}\n")
-    return KeyPair(public, secret)
+    pair = _write_pair(path)
+    path.with_name(path.name + ".pub").write_text(f"{pair.public}\n")
+    return pair
 
 
 def load_keys(path: Path) -> KeyPair:
     """Read a key pair that keygen wrote; refuse one that others could have read."""
-    with path.open() as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        if mode & 0o077:
-            raise BadConfig(f"secret key {path} has mode {mode:04o}, expected 0600: chmod 600 it, or make a new one")
-        lines = file.read().split()
+    text, status = _read_key_file(path)
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        raise BadConfig(f"secret key {path} has mode {mode:04o}, expected 0600: chmod 600 it, or make a new one")
+    lines = text.split()
     if len(lines) != 2:
         raise BadConfig(f"key file {path} has {len(lines)} entries, expected a public and a secret key")
     public, secret = (_check_key(line, path) for line in lines)
@@ -88,21 +88,63 @@ def load_keys(path: Path) -> KeyPair:
 
 
 def load_public(path: Path) -> str:
-    return _check_key(path.read_text().strip(), path)
+    return _check_key(_read_key_file(path)[0].strip(), path)
 
 
-def _public_path(path: Path) -> Path:
-    return path.with_name(path.name + ".pub")
+def shared_keys(path: Path) -> KeyPair:
+    """The key pair at both ends of a user's own links; whichever end comes first makes it."""
+    try:
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_shared(path)
+        owner = path.stat().st_uid
+    except OSError as error:
+        raise BadConfig(f"{path}, which links of one user share, cannot be made: {error.strerror}; give keys") from None
+    if owner != os.geteuid():
+        raise BadConfig(f"{path}, which links of one user share, belongs to user {owner}, not to {os.geteuid()}")
+    return load_keys(path)
+
+
+def _make_shared(path: Path) -> None:
+    """There whole or not at all, and never a second time: the other end may be about to make it too."""
+    fresh = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    _write_pair(fresh)
+    try:
+        with suppress(FileExistsError):
+            os.link(fresh, path)
+    finally:
+        fresh.unlink()
+
+
+def _write_pair(path: Path) -> KeyPair:
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        os.fchmod(descriptor, 0o600)  # whatever the umask was
+        file.write(f"{public}\n{secret}\n")
+    return KeyPair(public, secret)
+
+
+def _read_key_file(path: Path) -> tuple[str, os.stat_result]:
+    try:
+        with path.open("rb") as file:
+            return file.read(_KEY_FILE_LIMIT).decode(), os.fstat(file.fileno())
+    except OSError as error:
+        raise BadConfig(f"key file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise BadConfig(f"key file {path} holds no text, expected keys of {_KEY_LENGTH} characters") from None
 
 
 def _check_key(text: str, path: Path) -> str:
     if len(text) != _KEY_LENGTH:
         raise BadConfig(f"key file {path}: a key has {_KEY_LENGTH} characters, found {len(text)}")
+    if unknown := set(text.encode()) - set(Z85CHARS):
+        raise BadConfig(f"key file {path}: {chr(min(unknown))!a} is no character of a key")
     return text
 
 
 def check_endpoint(endpoint: str, encrypted: bool) -> None:
-    """Refuse what we cannot speak, and what would send a conversation over a network in the clear."""
+    """Refuse what we cannot speak, and what others could read or take over."""
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc" and rest:
         if len(os.fsencode(rest)) > _IPC_PATH_LIMIT:
@@ -111,15 +153,17 @@ def check_endpoint(endpoint: str, encrypted: bool) -> None:
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not port:
         raise LinkRefused(f"{endpoint!r} is no link address: expected ipc://PATH or tcp://HOST:PORT")
-    if not encrypted and not _is_loopback(host):
-        raise LinkRefused(
-            f"{endpoint} leaves this host and the link has no keys: give both ends keys (rekindle shard keygen)"
-        )
+    if not encrypted:
+        reach = "every user of this host can reach" if is_loopback(endpoint) else "leaves this host"
+        raise LinkRefused(f"{endpoint} {reach} and the link has no keys: give both ends keys (rekindle shard keygen)")
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
+def is_loopback(endpoint: str) -> bool:
+    """tcp:// that does not leave this host."""
+    scheme, _, rest = endpoint.partition("://")
+    host = rest.rpartition(":")[0]
+    if scheme != "tcp" or host == "localhost":
+        return scheme == "tcp"
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -127,7 +171,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def new_session() -> bytes:
-    """An id nobody can guess: it is also the right to replace the session after a loss."""
+    """An id that cannot be guessed: it is also the right to replace the session after a loss."""
     return b"s" + secrets.token_bytes(SESSION_BYTES - 1)  # ids that begin with a zero byte belong to ZeroMQ
 
 
@@ -142,13 +186,26 @@ def bind_shard(context: Context, endpoint: str, keys: ShardKeys | None, limits: 
         socket.curve_secretkey = keys.pair.secret.encode()
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
+        _bind(socket, endpoint)
+    except (zmq.ZMQError, LinkRefused) as error:
         socket.close()
         raise LinkRefused(f"cannot listen on {endpoint}: {error}") from None
-    if endpoint.startswith("ipc://"):
-        os.chmod(endpoint.removeprefix("ipc://"), 0o600)
     return socket
+
+
+def _bind(socket: Socket, endpoint: str) -> None:
+    """A socket file is its owner's from its first moment; ZeroMQ deletes whatever lies at its path."""
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint:
+        socket.bind(endpoint)
+        return
+    if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise LinkRefused("something that is no socket lies there")
+    before = os.umask(0o177)
+    try:
+        socket.bind(endpoint)
+    finally:
+        os.umask(before)
 
 
 def head_socket(context: Context, endpoint: str, keys: HeadKeys | None, identity: bytes, limits: Limits) -> Socket:
@@ -182,7 +239,7 @@ def send_parts(socket: Socket, message: Sequence[bytes | memoryview], flags: int
 
 
 def receive_parts(socket: Socket) -> list[zmq.Frame]:
-    """The next message, as its parts came. Each part knows whether more follow, so nobody asks the socket."""
+    """The next message, as its parts came. Each part knows whether more follow, so the socket is not asked."""
     part = socket.recv(copy=False)
     parts = [part]
     while part.more:

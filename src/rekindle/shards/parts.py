@@ -1,7 +1,7 @@
 """Snapshot parts as entries and tensors of a frame, and back.
 
 Pages that the receiver holds already are not sent again: the entry says how many leading pages it keeps, the tensor
-`<layer>.pages` brings the rest.
+`<layer>/pages` brings the rest. What a layer's tensors are is checked by the layer, when they are restored.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from rekindle.errors import BadFrame, SnapshotMismatch
-from rekindle.shards.frames import DeltaEntry, KvEntry, PartEntry
-from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part, wait_for
+from rekindle.shards.frames import PartEntry
+from rekindle.snapshots.types import TAIL, Page, Part, wait_for
 from rekindle.spec import PAGE, Span
 
 LayerPages = Mapping[int, tuple[Page, ...]]  # by layer
@@ -37,7 +37,7 @@ class ExportedParts:
 
 
 def pages_of(parts: Sequence[Part]) -> LayerPages:
-    return {part.layer: part.pages for part in parts if isinstance(part, KvPart)}
+    return {part.layer: part.pages for part in parts if part.is_paged}
 
 
 def export_parts(parts: Sequence[Part], held: LayerPages) -> ExportedParts:
@@ -45,17 +45,11 @@ def export_parts(parts: Sequence[Part], held: LayerPages) -> ExportedParts:
     entries: list[PartEntry] = []
     tensors: dict[str, torch.Tensor] = {}
     for part in parts:
-        if isinstance(part, DeltaPart):
-            entries.append(DeltaEntry(part.layer))
-            tensors[f"{part.layer}.state"] = part.state
-            tensors[f"{part.layer}.window"] = part.window
-        else:
-            kept = _common(held.get(part.layer, ()), part.pages)
-            entries.append(KvEntry(part.layer, kept))
-            tensors[f"{part.layer}.pages"] = _join(part.pages[kept:], part.tail)
-            tensors[f"{part.layer}.tail"] = part.tail
-            if part.query is not None:
-                tensors[f"{part.layer}.query"] = part.query
+        kept = _common(held.get(part.layer, ()), part.pages)
+        entries.append(PartEntry(part.layer, tuple(part.tensors), kept))
+        if part.is_paged:
+            tensors[_pages_name(part.layer)] = _join(part.pages[kept:], part.tensors[TAIL])
+        tensors |= {f"{part.layer}.{name}": tensor for name, tensor in part.tensors.items()}
     return ExportedParts(tuple(entries), tensors)
 
 
@@ -64,13 +58,9 @@ def import_parts(
 ) -> tuple[Part, ...]:
     """Parts whose pages are the held ones, then views into the message."""
     wanted = {name for entry in entries for name in _tensor_names(entry)}
-    may_come = {f"{entry.layer}.query" for entry in entries if isinstance(entry, KvEntry)}  # of sparse runs
-    if wanted != tensors.keys() - may_come:
+    if wanted != tensors.keys():
         raise BadFrame(f"the parts need the tensors {sorted(wanted)}, the frame brings {sorted(tensors)}")
-    return tuple(
-        _import_delta(entry, tensors) if isinstance(entry, DeltaEntry) else _import_kv(entry, tensors, held)
-        for entry in entries
-    )
+    return tuple(_import_part(entry, tensors, held.get(entry.layer, ())) for entry in entries)
 
 
 def check_parts(span: Span, position: int, parts: Sequence[Part]) -> None:
@@ -79,7 +69,7 @@ def check_parts(span: Span, position: int, parts: Sequence[Part]) -> None:
     if layers != list(span.layers):
         raise SnapshotMismatch(f"the stage holds layers {span}, the snapshot brings {layers}")
     for part in parts:
-        if isinstance(part, KvPart) and part.position != position:
+        if part.position not in (position, None):
             raise SnapshotMismatch(f"layer {part.layer} holds {part.position} positions, the snapshot is at {position}")
 
 
@@ -100,40 +90,37 @@ def _join(pages: Sequence[Page], tail: torch.Tensor) -> torch.Tensor:
     return torch.stack([page.data for page in pages])
 
 
-def _tensor_names(entry: PartEntry) -> tuple[str, str]:
-    if isinstance(entry, DeltaEntry):
-        return f"{entry.layer}.state", f"{entry.layer}.window"
-    return f"{entry.layer}.pages", f"{entry.layer}.tail"
+def _pages_name(layer: int) -> str:
+    """Unlike that of any tensor of the layer itself."""
+    return f"{layer}/pages"
 
 
-def _import_delta(entry: DeltaEntry, tensors: Mapping[str, torch.Tensor]) -> DeltaPart:
-    state, window = (tensors[name] for name in _tensor_names(entry))
-    if state.ndim != 3 or window.ndim != 2 or {state.dtype, window.dtype} != {torch.float32}:
-        raise BadFrame(
-            f"layer {entry.layer}: a DeltaNet part is a float32 state of 3 dimensions and a window of 2, "
-            f"the frame brings {_describe(state)} and {_describe(window)}"
-        )
-    return DeltaPart(entry.layer, state, window)
+def _tensor_names(entry: PartEntry) -> list[str]:
+    pages = [_pages_name(entry.layer)] if TAIL in entry.names else []
+    return [*pages, *(f"{entry.layer}.{name}" for name in entry.names)]
 
 
-def _import_kv(entry: KvEntry, tensors: Mapping[str, torch.Tensor], held: LayerPages) -> KvPart:
-    pages, tail = (tensors[name] for name in _tensor_names(entry))
+def _import_part(entry: PartEntry, tensors: Mapping[str, torch.Tensor], known: Sequence[Page]) -> Part:
+    own = {name: tensors[f"{entry.layer}.{name}"] for name in entry.names}
+    if entry.kept > len(known):
+        raise BadFrame(f"layer {entry.layer}: the frame builds on {entry.kept} pages, this end holds {len(known)}")
+    if TAIL not in own:
+        if entry.kept:
+            raise BadFrame(f"layer {entry.layer}: the frame builds on {entry.kept} pages and brings no tail")
+        return Part(entry.layer, own)
+    pages = tensors[_pages_name(entry.layer)]
+    _check_pages(entry.layer, pages, own[TAIL])
+    return Part(entry.layer, own, (*known[: entry.kept], *map(Page, pages.unbind(0))))
+
+
+def _check_pages(layer: int, pages: torch.Tensor, tail: torch.Tensor) -> None:
     kv_shape = tuple(tail.shape[2:])  # kv_heads, row
     rows_fit = tail.ndim == 4 and tail.shape[0] == 2 and tail.shape[1] < PAGE
     if not rows_fit or tuple(pages.shape[1:]) != (2, PAGE, *kv_shape) or pages.dtype != tail.dtype:
         raise BadFrame(
-            f"layer {entry.layer}: a KV part is pages [n, 2, {PAGE}, heads, row] and a tail [2, rows, heads, row], "
+            f"layer {layer}: a paged part is pages [n, 2, {PAGE}, heads, row] and a tail [2, rows, heads, row], "
             f"the frame brings {_describe(pages)} and {_describe(tail)}"
         )
-    known = held.get(entry.layer, ())
-    if entry.kept > len(known):
-        raise BadFrame(f"layer {entry.layer}: the frame builds on {entry.kept} pages, this end holds {len(known)}")
-    query = tensors.get(f"{entry.layer}.query")
-    if query is not None and (query.ndim not in (2, 3) or query.dtype != torch.float32):
-        raise BadFrame(
-            f"layer {entry.layer}: a query is [heads, dim] float32, or two of them, the frame brings {_describe(query)}"
-        )
-    return KvPart(entry.layer, (*known[: entry.kept], *map(Page, pages.unbind(0))), tail, query)
 
 
 def _describe(tensor: torch.Tensor) -> str:

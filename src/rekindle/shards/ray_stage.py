@@ -42,7 +42,7 @@ def unpack(message: Message) -> list[zmq.Frame]:
 
 
 class _NoWire:
-    """A host inside an actor answers whoever calls it and has no socket."""
+    """A host inside an actor answers its caller and has no socket."""
 
     def fileno(self) -> int:
         raise AssertionError("an actor's stage has no worker thread that would wait")
@@ -114,7 +114,15 @@ class RaySession:
         self._sending = threading.Lock()  # Ray keeps the order of the calls, so ids must be in that order too
         span = terms.span
         hello = frames.Hello(
-            "stage", terms.fingerprint, span.start, span.stop, terms.hidden_dtype, terms.kv_dtype, terms.slots
+            "stage",
+            terms.fingerprint,
+            span.start,
+            span.stop,
+            terms.hidden_dtype,
+            terms.kv_dtype,
+            terms.slots,
+            pages=terms.pages,
+            rewind_rows=terms.rewind_rows,
         )
         try:
             self.welcome = self._shake_hands(hello, deadline)

@@ -1,9 +1,10 @@
 """A process that hosts stages for a head.
 
-Each stage has one worker thread, so its commands run in the order of their arrival and a long forward holds up nobody
-else. Idle workers read the socket themselves, so a decode step changes threads nowhere; when all of them are at work,
-the watch looks at it a few times a second, answers pings and puts commands in line. The socket is used by one thread
-at a time, nobody sleeps inside it, and whoever has used it reads what has come meanwhile.
+Each stage has one worker thread, so its commands run in the order of their arrival and a long forward delays no other
+stage. Idle workers read the socket themselves, so a decode step never changes threads; while all of them run commands,
+the watch thread reads it a few times a second, answers pings and queues commands. A lock gives the socket to one
+thread at a time, for calls that do not block; a thread that has sent also reads, since sending may clear the socket's
+sign of arrivals.
 
 A head holds a stage by a lease: every frame renews it, and when it runs out, the head's slots are closed.
 """
@@ -56,6 +57,8 @@ class ShardServer:
         hidden_dtype: str,
         kv_dtype: str,
         keys: ShardKeys | None = None,
+        vocabulary: int | None = None,
+        rewind_rows: int = 0,
         lease: float = DEFAULT_LEASE,
         limits: Limits | None = None,
     ) -> None:
@@ -73,9 +76,12 @@ class ShardServer:
         self._reading = threading.Lock()  # the next message, until it stands in line; taken before _using
 
         def terms(stage: Stage) -> Terms:
-            return Terms(fingerprint, stage.span, hidden_dtype, kv_dtype, stage.slots)
+            pages = stage.pages().total
+            return Terms(fingerprint, stage.span, hidden_dtype, kv_dtype, stage.slots, pages, rewind_rows)
 
-        self._hosts = {name: StageHost(name, stage, terms(stage), self, self._limits) for name, stage in stages.items()}
+        self._hosts = {
+            name: StageHost(name, stage, terms(stage), self, self._limits, vocabulary) for name, stage in stages.items()
+        }
         self._sessions: dict[bytes, Session] = {}
         self._stopping = threading.Event()
         self.stopped = threading.Event()

@@ -1,6 +1,6 @@
 """The head's end of a link, from one handshake to one loss.
 
-There is no reader thread: whoever waits for a reply reads the socket, and hands replies that belong to others to them.
+There is no reader thread: a thread that waits for a reply reads the socket, and hands other replies to their threads.
 So a lone caller gets its reply without a change of threads, which is what a decode step over a link costs.
 A background thread sends pings and watches the connection; it decides that a shard is lost.
 """
@@ -124,7 +124,7 @@ class HeadSession:
         self._pending: dict[int, Pending[Any]] = {}
         self._sending = threading.Lock()  # guards the requests socket and the order of ids
         self._turn = threading.Condition()  # guards _reading, _pending and lost
-        self._reading = False  # somebody reads the replies socket
+        self._reading = False  # a thread reads the replies socket
         context: Context = zmq.Context.instance()
         sockets = [
             head_socket(context, endpoint, keys, self.id + letter, limits) for letter in (REQUESTS, REPLIES, PULSE)
@@ -143,6 +143,8 @@ class HeadSession:
                 terms.kv_dtype,
                 terms.slots,
                 replaces,
+                terms.pages,
+                terms.rewind_rows,
             )
             until = time.monotonic() + deadlines.connect
             self.welcome = self._shake_hands(hello, until)
@@ -183,7 +185,7 @@ class HeadSession:
         started = time.monotonic()
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
-        monitor = self._monitors[-1]  # of the pulse: what befalls one connection befalls all of them
+        monitor = self._monitors[-1]  # of the pulse: its connection fails for the same reasons as the others
         poller.register(monitor, zmq.POLLIN)
         seen: set[int] = set()
         while (left := until - time.monotonic()) > 0:
@@ -293,7 +295,7 @@ class HeadSession:
         self._turn.notify_all()
 
     def close(self) -> None:
-        """Close the sockets of a session that is lost, once nobody uses them."""
+        """Close the sockets of a session that is lost, once no thread uses them."""
         assert self.lost is not None, "a session is closed after it was lost or left"
         self._beat.join()
         with self._sending, self._turn:

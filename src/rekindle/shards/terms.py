@@ -14,7 +14,9 @@ class Terms:
     span: Span
     hidden_dtype: str  # of the residual stream between stages
     kv_dtype: str
-    slots: int  # the head asks for at least so many
+    slots: int  # the head asks for at least so many …
+    pages: int = 0  # … for the pages of one sequence at its context limit, on the device or in host memory …
+    rewind_rows: int = 0  # … and for room for blocks of so many rows
 
     def __post_init__(self) -> None:
         assert self.hidden_dtype in DTYPES, f"hidden dtype {self.hidden_dtype!r} is none of {list(DTYPES)}"
@@ -39,6 +41,9 @@ def disagreements(shard: Terms, hello: Hello) -> list[str]:
     }
     wants = terms_of(hello)
     points = [f"{name}: shard has {has[name]}, head expects {wants[name]}" for name in has if has[name] != wants[name]]
-    if shard.slots < hello.slots:
-        points.append(f"slots: shard has {shard.slots}, head needs {hello.slots}")
-    return points
+    counts = [
+        ("slots", shard.slots, hello.slots),
+        ("pages (--pages and --host-pages together)", shard.pages, hello.pages),
+        ("rows of a block (--rewind-rows)", shard.rewind_rows, hello.rewind_rows),
+    ]
+    return points + [f"{name}: shard has {has}, head needs {needs}" for name, has, needs in counts if has < needs]

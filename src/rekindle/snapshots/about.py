@@ -1,4 +1,4 @@
-"""What a folder of snapshots was made for, in words: for whoever finds it empty under another setting."""
+"""What a folder of snapshots was made for, in words: a start that finds none of its own says what differs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from rekindle.errors import BadSnapshotFile
 from rekindle.snapshots.disk import DiskStore
-from rekindle.snapshots.files import write_whole
+from rekindle.snapshots.files import read_plain, write_whole
 
 log = logging.getLogger(__name__)
 
 FILE = "about.json"  # beside the manifests; nothing but people depend on it
+MOST_BYTES = 1 << 16  # of it
 
 About = Mapping[str, str]  # say {"model": "tiny", "KV": "bf16"}: all that decides whether a snapshot can be restored
 
@@ -26,11 +28,11 @@ class Strangers:
     """Snapshots in the same directory that cannot be restored here."""
 
     count: int
-    differs: str  # what is another there, in words
+    differs: str  # the settings that differ there, in words
 
 
 def describe(store: DiskStore, about: About) -> None:
-    """Leave word of what the store's snapshots were made for."""
+    """Write down what the store's snapshots were made for."""
     if store.read_only or read_about(store.folder) == about:
         return
     text = np.frombuffer(msgspec.json.encode(about), dtype=np.uint8)
@@ -41,11 +43,12 @@ def describe(store: DiskStore, about: About) -> None:
 
 
 def read_about(folder: Path) -> dict[str, str]:
-    """Empty where nobody has left word, or nothing that can be read."""
+    """Empty where the file is missing or cannot be read."""
     try:
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=dict[str, str])
-    except (OSError, msgspec.MsgspecError):
+        about = msgspec.json.decode(read_plain(folder / FILE, MOST_BYTES), type=dict[str, str])
+    except (BadSnapshotFile, msgspec.MsgspecError, UnicodeDecodeError):
         return {}
+    return about if all(word.isprintable() for word in (*about, *about.values())) else {}
 
 
 def strangers(directory: Path, store: DiskStore, about: About) -> list[Strangers]:
@@ -59,11 +62,11 @@ def strangers(directory: Path, store: DiskStore, about: About) -> list[Strangers
 
 def _difference(there: About, here: About) -> str:
     if not there:
-        return f"nothing in their folder says which; here {told(here)}"
+        return f"nothing in their folder says which; here {in_words(here)}"
     names = [name for name in {**here, **there} if there.get(name) != here.get(name)]
     known = ", ".join(f"{name} {there.get(name, 'none')} (here {here.get(name, 'none')})" for name in names)
     return known or "made by another version of Rekindle"
 
 
-def told(about: About) -> str:
+def in_words(about: About) -> str:
     return ", ".join(f"{name} {value}" for name, value in about.items())

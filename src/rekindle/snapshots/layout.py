@@ -1,7 +1,7 @@
 """A snapshot as bytes and back. The layout is canonical: layers ascend, whatever the split they came from.
 
-page object   [PAGE token ids, int32][first attention layer: K, V][second: K, V] …
-own object    [tails, queries of sparse runs][recurrent states and windows][logits][drafter], each on an ALIGNMENT edge
+page object   [PAGE token ids, int32][first paged layer: K, V][second: K, V] …
+own object    [the tensors of every part, layer by layer][logits], each on an ALIGNMENT edge
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from rekindle.errors import BadSnapshotFile
 from rekindle.snapshots.files import Bytes, raw
-from rekindle.snapshots.manifest import ALIGNMENT, DTYPES, Manifest, PageRow, PartRow, stretches_of
-from rekindle.snapshots.slabs import Piece
-from rekindle.snapshots.types import DeltaPart, KvPart, Page, Part, Snapshot
+from rekindle.snapshots.manifest import ALIGNMENT, DTYPES, LOGITS, Manifest, PageRow, PartRow, stretches_of
+from rekindle.snapshots.slabs import SlabSlice
+from rekindle.snapshots.types import TAIL, Page, Part, Snapshot
 from rekindle.spec import PAGE
 
-Pages = tuple[Page, ...]  # the pages of all attention layers at one page position, layers ascending
+Pages = tuple[Page, ...]  # the pages of all paged layers at one page position, layers ascending
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +29,19 @@ class OwnObject:
     nbytes: int
 
 
-def kv_parts(snapshot: Snapshot) -> list[KvPart]:
-    return [part for part in snapshot.parts if isinstance(part, KvPart)]
+def paged_parts(snapshot: Snapshot) -> list[Part]:
+    return [part for part in snapshot.parts if part.is_paged]
 
 
 def page_rows(snapshot: Snapshot) -> tuple[PageRow, ...]:
     """How a page object of this model is divided; read off the tail, which even a snapshot without pages has."""
-    return tuple(
-        PageRow(part.layer, _dtype_name(part.tail), (2, PAGE, *part.tail.shape[2:])) for part in kv_parts(snapshot)
-    )
+    tails = ((part.layer, part.tensors[TAIL]) for part in paged_parts(snapshot))
+    return tuple(PageRow(layer, _dtype_name(tail), (2, PAGE, *tail.shape[2:])) for layer, tail in tails)
 
 
 def page_columns(snapshot: Snapshot) -> list[Pages]:
-    """Sealed pages by page position instead of by layer; a model without attention has empty columns."""
-    parts = kv_parts(snapshot)
+    """Sealed pages by page position instead of by layer; a model without paged layers has empty columns."""
+    parts = paged_parts(snapshot)
     count = snapshot.position // PAGE
     assert all(len(part.pages) == count for part in parts), "a part keeps a full page open in its tail"
     return [tuple(part.pages[i] for part in parts) for i in range(count)]
@@ -71,21 +69,13 @@ def own_object(snapshot: Snapshot) -> OwnObject:
 
 
 def _own_tensors(snapshot: Snapshot) -> list[tuple[str, int | None, torch.Tensor]]:
-    tensors: list[tuple[str, int | None, torch.Tensor]] = []
-    for part in snapshot.parts:
-        if isinstance(part, KvPart):
-            tensors.append(("tail", part.layer, part.tail))
-            if part.query is not None:
-                tensors.append(("query", part.layer, part.query))
-        else:
-            tensors += [("state", part.layer, part.state), ("window", part.layer, part.window)]
-    if snapshot.logits is not None:
-        tensors.append(("logits", None, snapshot.logits))
-    tensors += [("drafter", None, tensor) for tensor in snapshot.drafter]
-    return tensors
+    tensors: list[tuple[str, int | None, torch.Tensor]] = [
+        (name, part.layer, tensor) for part in snapshot.parts for name, tensor in part.tensors.items()
+    ]
+    return tensors if snapshot.logits is None else [*tensors, (LOGITS, None, snapshot.logits)]
 
 
-def read_pages(manifest: Manifest, bodies: Sequence[Piece]) -> list[Pages]:
+def read_pages(manifest: Manifest, bodies: Sequence[SlabSlice]) -> list[Pages]:
     """The layers of page objects, as views of what stands behind the token ids; layers that are alike are cut at
     once."""
     cuts = list[tuple[int, int, str, tuple[int, ...]]]()
@@ -103,37 +93,20 @@ def read_pages(manifest: Manifest, bodies: Sequence[Piece]) -> list[Pages]:
 
 def read_snapshot(manifest: Manifest, tokens: np.ndarray, columns: Sequence[Pages], own: torch.Tensor) -> Snapshot:
     """Put the pieces together; every tensor is a view."""
-    tensors: dict[tuple[str, int | None], list[torch.Tensor]] = {}
+    logits: torch.Tensor | None = None
+    tensors: dict[int, dict[str, torch.Tensor]] = {}  # by layer and name, in the order of the rows
     for row in manifest.parts:
         view = _view(own, row.offset, row.bytes, row.dtype, row.shape)
-        tensors.setdefault((row.name, row.layer), []).append(view)
-    attention = {row.layer: i for i, row in enumerate(manifest.page_rows)}
-    parts: list[Part] = []
-    for layer in sorted({row.layer for row in manifest.parts if row.layer is not None}):
-        if layer in attention:
-            pages = tuple(column[attention[layer]] for column in columns)
-            query = _one(manifest, tensors, "query", layer) if ("query", layer) in tensors else None
-            parts.append(KvPart(layer, pages, _one(manifest, tensors, "tail", layer), query))
-        else:
-            state = _one(manifest, tensors, "state", layer)
-            parts.append(DeltaPart(layer, state, _one(manifest, tensors, "window", layer)))
-    return Snapshot(
-        tokens=tokens,
-        parts=tuple(parts),
-        logits=_one(manifest, tensors, "logits", None) if manifest.has_logits else None,
-        grid=manifest.grid,
-        stretches=stretches_of(manifest),
-        drafter=tuple(tensors.get(("drafter", None), ())),
+        if row.layer is not None:
+            tensors.setdefault(row.layer, {})[row.name] = view
+        elif row.name == LOGITS:
+            logits = view
+    column_of = {row.layer: i for i, row in enumerate(manifest.page_rows)}
+    parts = tuple(
+        Part(layer, named, tuple(column[column_of[layer]] for column in columns) if layer in column_of else ())
+        for layer, named in sorted(tensors.items())
     )
-
-
-def _one(
-    manifest: Manifest, tensors: dict[tuple[str, int | None], list[torch.Tensor]], name: str, layer: int | None
-) -> torch.Tensor:
-    found = tensors.get((name, layer), [])
-    if len(found) != 1:
-        raise BadSnapshotFile(f"{manifest.id}: layer {layer} has {len(found)} parts called {name}, not one")
-    return found[0]
+    return Snapshot(tokens, parts, logits, manifest.grid, stretches_of(manifest), manifest.whose)
 
 
 def _view(content: torch.Tensor, start: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

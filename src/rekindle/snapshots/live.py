@@ -25,7 +25,7 @@ class _LivePage:
 
 
 class LivePages:
-    """Names of the page objects behind living pages, so that a page is hashed once and read once."""
+    """Names of the page objects of living pages, so that a page is hashed once and read once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

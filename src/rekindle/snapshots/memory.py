@@ -1,15 +1,15 @@
-"""The RAM tier: snapshots by reference, each sealed page counted once."""
+"""The RAM store: snapshots by reference, each sealed page counted once."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 
-from rekindle.snapshots.types import KvPart, Page, Snapshot
+from rekindle.snapshots.types import Page, Snapshot
 
 
 class MemoryStore:
-    """Holds snapshots and knows their bytes. Not locked: the index that owns it is."""
+    """Holds snapshots and knows their bytes. Not locked: the tier that owns it is."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -45,5 +45,4 @@ class MemoryStore:
 
 def _pages_of(snapshot: Snapshot) -> Iterator[Page]:
     for part in snapshot.parts:
-        if isinstance(part, KvPart):
-            yield from part.pages
+        yield from part.pages

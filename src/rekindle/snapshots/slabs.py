@@ -1,13 +1,13 @@
 """Host memory for snapshots, in slabs that are used again.
 
-Fresh memory is dear: the system clears it when it is first touched, which takes longer than to read a file into it, and
-to pin it for a GPU takes longer still, with a lock that launches wait for. So a slab that nobody holds any more waits
-for the next one who asks, and beside a GPU a thread keeps some in stock. What lies idle is bounded: the stock, and what
-the RAM tier leaves of its budget. The rest is given back by that thread, since whoever lets go of a slab may be amid
-something that the driver must not be called in.
+Fresh memory is slow: the system clears it when it is first touched, which takes longer than to read a file into it, and
+to pin it for a GPU takes longer still, under a lock that launches wait for. So a slab without holders is kept for the
+next request, and beside a GPU a thread keeps some in stock. Idle memory is bounded: the stock, and what the RAM tier
+leaves of its budget. That thread gives back the rest, since the last reference to a slab may be dropped anywhere, also
+where the driver must not be called.
 
-A slab is lent as a whole or cut; it comes back by itself when nothing of it is held. Whoever lets a device read or
-write it holds it until the device has.
+A slab is lent as a whole or cut; it comes back by itself when nothing of it is referred to. Code that lets a device
+read or write it keeps a reference until the device has.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
+from rekindle.buffers import SLAB_BYTES
 from rekindle.snapshots.files import Bytes
 
-SLAB = 16 << 20  # bytes
 EDGE = 256  # bytes on which everything begins that is cut from a slab
 LARGE_PAGE = 2 << 20  # bytes: on such an edge a mapping begins, so that the system can back all of it with large pages
-PAUSE = 1.0  # seconds before the stock asks again for memory that it was refused
+PAUSE = 1.0  # seconds between a refusal of memory for the stock and the next try
 
 Pin = Callable[[int, int], Callable[[], object] | None]  # address, bytes -> what undoes it; None where it is refused
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Slab:
-    """Memory of its own, given back to the system with this object. It is not there before it is made."""
+    """Memory of its own, given back to the system with this object. `make` backs it with memory and pins it."""
 
     def __init__(self, nbytes: int, pin: Pin | None) -> None:
         self.nbytes = nbytes
@@ -44,9 +44,9 @@ class Slab:
         self.made = pin is None  # the system makes what is not pinned as it is touched
         self._pin = pin
         self._making = threading.Lock()
-        # Private: shared memory gets no large pages. No child gets it, so that a fork makes none of its pages a copy.
+        # Private: shared memory gets no large pages. DONTFORK: a fork would make its pages copy-on-write.
         self._mapping = mmap.mmap(-1, nbytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Large pages are pinned fast; but to be read into, small ones are there sooner.
+        # Large pages are pinned faster; for memory that files are read into, small ones are ready sooner.
         for advice in ("MADV_DONTFORK",) if pin is None else ("MADV_DONTFORK", "MADV_HUGEPAGE"):
             if hasattr(mmap, advice):
                 with contextlib.suppress(OSError):  # a system without large pages is slower, not wrong
@@ -54,13 +54,13 @@ class Slab:
         self._start = -np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data % LARGE_PAGE
 
     def lend(self) -> Bytes:
-        """All of it, as an array that whatever is cut from it refers to."""
+        """All of it, as an array that every slice of it refers to."""
         return np.frombuffer(self._mapping, dtype=np.uint8, count=self.nbytes, offset=self._start)
 
     def make(self) -> None:
-        """Let the system back it with memory, and pin it if it may be: some milliseconds, on the caller's thread.
+        """Let the system back it with memory, and pin it if the driver allows: milliseconds, on the caller's thread.
 
-        Touched first: the driver would do it under its lock.
+        Touched first: the driver would touch it under its lock.
         """
         if self.made:
             return
@@ -77,20 +77,20 @@ class Slab:
 
 
 class Slabs:
-    """Lends slabs, and keeps what comes back."""
+    """Lends slabs, and keeps those that come back."""
 
-    def __init__(self, stock: int = 0, size: int = SLAB, pin: Pin | None = None, pause: float = PAUSE) -> None:
+    def __init__(self, stock: int = 0, size: int = SLAB_BYTES, pin: Pin | None = None, pause: float = PAUSE) -> None:
         """stock: slabs that are kept ready; pause: seconds before memory that was refused is asked for again."""
         self.size = size
-        self.refused = 0  # times that the stock did not get memory, or anyone got it unpinned
+        self.refused = 0  # times that the system gave no memory for the stock, or the driver did not pin a slab
         self.late = 0  # slabs that were asked for when none was ready
         self.spare: Callable[[], int] = lambda: 0  # bytes that may lie idle beside the stock
         self._stock = stock
         self._driver = pin
         self._pin = None if pin is None else self._ask_driver
         self._pause = pause
-        self._idle: dict[int, SimpleQueue[Slab]] = {}  # by their size
-        self._news: SimpleQueue[bool] = SimpleQueue()  # whether the thread goes on; whatever changes is told here
+        self._idle: dict[int, SimpleQueue[Slab]] = {}  # by size in bytes
+        self._news: SimpleQueue[bool] = SimpleQueue()  # wakes the thread; False ends it
         self._stopped = False
         self._thread: threading.Thread | None = None
         if stock or pin is not None:
@@ -102,14 +102,14 @@ class Slabs:
     def idle_bytes(self) -> int:
         return sum(nbytes * slabs.qsize() for nbytes, slabs in self._idle.copy().items())
 
-    def take(self, nbytes: int) -> Piece:
+    def take(self, nbytes: int) -> SlabSlice:
         """A whole slab, or one of as many times its size as is needed. Never waits: it may still have to be made."""
         whole = max(1, -(-nbytes // self.size)) * self.size
         slab = self._find(whole) or self._new(whole)
         memory = slab.lend()
         weakref.finalize(memory, self._came_back, slab).atexit = False
         self.review()
-        return Piece(memory, slab)
+        return SlabSlice(memory, slab)
 
     def _find(self, nbytes: int) -> Slab | None:
         try:
@@ -122,10 +122,10 @@ class Slabs:
         return Slab(nbytes, self._pin)
 
     def _came_back(self, slab: Slab) -> None:
-        """Called wherever the last one lets go, perhaps by the garbage collector amid anything: takes no lock."""
+        """Called where the last reference is dropped, perhaps by the garbage collector at any point: takes no lock."""
         if self._stopped:
             return
-        # One that was never made would be as dear as a new one.
+        # One that was never made would be as slow as a new one.
         if slab.made:
             self._keep(slab)
         self.review()
@@ -134,7 +134,7 @@ class Slabs:
         self._idle.setdefault(slab.nbytes, SimpleQueue()).put(slab)
 
     def review(self) -> None:
-        """Something has changed: give back what may not lie idle any more, and fill the stock."""
+        """After a change: give back what may not stay idle, and fill the stock."""
         if self._thread is None:
             self._trim()
         else:
@@ -162,23 +162,22 @@ class Slabs:
         try:
             slab = Slab(self.size, self._pin)
             slab.make()
-        except (OSError, MemoryError) as error:  # the system's answer may be another one soon
-            self._note_refusal(f"no memory for the stock, asking again every {self._pause:g} s: {error}")
+        except (OSError, MemoryError) as error:  # the system may have memory again soon
+            self._count_refusal(f"no memory for the stock, asking again every {self._pause:g} s: {error}")
             self._trim()  # what the RAM tier needs back does not wait for the stock
             with contextlib.suppress(Empty):
                 if not self._news.get(timeout=self._pause):
-                    self._news.put(False)  # for whoever called
+                    self._news.put(False)  # `stop` was called: for `_keep_stock`
             return
         self._keep(slab)
 
     def _ask_driver(self, address: int, nbytes: int) -> Callable[[], object] | None:
-        """Of whoever makes a slab."""
         unpin = None if self._driver is None else self._driver(address, nbytes)
         if unpin is None:
-            self._note_refusal("the system pins no more memory: restores from RAM will be slower")
+            self._count_refusal("the system pins no more memory: restores from RAM will be slower")
         return unpin
 
-    def _note_refusal(self, words: str) -> None:
+    def _count_refusal(self, words: str) -> None:
         if not self.refused:
             log.warning("%s", words)
         self.refused += 1
@@ -196,43 +195,43 @@ class Slabs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """Memory, and the slab that it lies in."""
+class SlabSlice:
+    """Memory cut from a slab, and that slab."""
 
     memory: Bytes
     slab: Slab
 
 
 class Cuts:
-    """Memory cut from slabs, in order, for what lives about equally long. Holds none of it itself."""
+    """Cuts slabs in order, for memory of about equal lifetime. Keeps no reference to any of it."""
 
     def __init__(self, slabs: Slabs) -> None:
         self._slabs = slabs
         self._lock = threading.Lock()
-        self._current: tuple[weakref.ref[Bytes], weakref.ref[Slab]] | None = None  # a slab that others still hold
+        self._current: tuple[weakref.ref[Bytes], weakref.ref[Slab]] | None = None  # a slab in use
         self._used = 0  # bytes of it
 
-    def cut(self, nbytes: int) -> Piece:
-        """So many bytes, on an EDGE. What is larger than a slab lies alone."""
+    def cut(self, nbytes: int) -> SlabSlice:
+        """`nbytes` bytes, on an EDGE. A larger request than a slab gets memory of its own."""
         with self._lock:
             whole = self._rest()
             if whole is None or self._used + nbytes > self._slabs.size:
                 whole = self._slabs.take(nbytes)
                 if nbytes > self._slabs.size:
-                    return Piece(whole.memory[:nbytes], whole.slab)
+                    return SlabSlice(whole.memory[:nbytes], whole.slab)
                 self._current, self._used = (weakref.ref(whole.memory), weakref.ref(whole.slab)), 0
             start, self._used = self._used, self._used + -(-nbytes // EDGE) * EDGE
-            return Piece(whole.memory[start : start + nbytes], whole.slab)
+            return SlabSlice(whole.memory[start : start + nbytes], whole.slab)
 
     def fitting(self, nbytes: int) -> int:
-        """How many of such size the next cut can hold: what is left of the slab in use, or a whole one."""
+        """How many pieces of `nbytes` the next cut can hold: in the rest of the slab in use, or in a whole one."""
         with self._lock:
             left = 0 if self._rest() is None else (self._slabs.size - self._used) // nbytes
             return left or max(1, self._slabs.size // nbytes)
 
-    def _rest(self) -> Piece | None:
-        """The slab in use; None if nobody holds anything of it any more."""
+    def _rest(self) -> SlabSlice | None:
+        """The slab in use; None if nothing of it is referred to any more."""
         if self._current is None:
             return None
         memory, slab = self._current[0](), self._current[1]()
-        return None if memory is None or slab is None else Piece(memory, slab)
+        return None if memory is None or slab is None else SlabSlice(memory, slab)

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-import json
 import os
+import shutil
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
+import msgspec
 import numpy as np
 
+from rekindle.config import show_bytes
 from rekindle.errors import BadConfig, BadSnapshotFile
 from rekindle.snapshots import manifest
 from rekindle.snapshots.about import read_about
-from rekindle.snapshots.disk import FOLDER_DIGITS, DiskStore, Record
-from rekindle.snapshots.files import digest
-from rekindle.snapshots.manifest import NAME, PAGE_HEADER, Manifest, key_of
+from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.files import check_size, digest, entries_in, open_plain, read_pieces, shown
+from rekindle.snapshots.folder import FOLDER_DIGITS
+from rekindle.snapshots.manifest import FINGERPRINT, MOST_BYTES, NAME, PAGE_HEADER, Manifest, key_of
+from rekindle.snapshots.record import join_tokens, read_head
 
-NO_BUDGET = 1 << 62  # these tools do what they are told; the budget is the server's
+NO_BUDGET = 1 << 62  # prune has its own; only a server has a budget
+MOST_MEMBERS = 100_000  # of a file to be imported: some six million tokens
+MOST_MANIFESTS = 128 << 20  # bytes of all of them
+MOST_HEADER = 4 << 10  # bytes that tar may spend on telling of one member; ours take 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +39,7 @@ class SnapshotInfo:
 
     id: str
     fingerprint: str
-    about: dict[str, str]  # the model and settings it was made under; empty where nobody has left word
+    about: dict[str, str]  # the model and settings it was made under; empty where about.json is missing
     position: int
     kind: str
     conversation: str | None
@@ -39,6 +47,7 @@ class SnapshotInfo:
     used: float
     own_bytes: int  # not shared with any other snapshot
     total_bytes: int  # with its pages
+    namespace: str = ""  # the common one
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,10 @@ def list_snapshots(directory: Path) -> list[SnapshotInfo]:
     found = []
     about = cache(read_about)
     for listed, path in _manifests(directory):
-        status = path.stat()
+        try:
+            status = path.lstat()
+        except FileNotFoundError:  # evicted by a server meanwhile
+            continue
         found.append(
             SnapshotInfo(
                 id=listed.id,
@@ -70,6 +82,7 @@ def list_snapshots(directory: Path) -> list[SnapshotInfo]:
                 position=listed.position,
                 kind=listed.kind,
                 conversation=listed.conversation,
+                namespace=listed.whose,
                 saved=listed.saved,
                 used=status.st_mtime,
                 own_bytes=listed.own_bytes + status.st_size,
@@ -81,9 +94,9 @@ def list_snapshots(directory: Path) -> list[SnapshotInfo]:
 
 def show_snapshot(directory: Path, id: str) -> dict[str, Any]:
     """The manifest as plain data. `id` may be the beginning of one."""
-    _, path = _find(directory, id)
-    shown: dict[str, Any] = json.loads(path.read_bytes())
-    return shown
+    listed, _ = _find(directory, id)
+    plain: dict[str, Any] = msgspec.json.decode(manifest.encode(listed))
+    return plain
 
 
 def verify_snapshots(directory: Path) -> list[Finding]:
@@ -91,7 +104,7 @@ def verify_snapshots(directory: Path) -> list[Finding]:
     findings = []
     checked: dict[Path, str | None] = {}
     for folder in _folders(directory):
-        for path in sorted((folder / "manifests").glob("*")):
+        for path in sorted(Path(entry.path) for entry in entries_in(folder / "manifests")):
             try:
                 _verify(path, folder, checked)
             except BadSnapshotFile as error:
@@ -127,53 +140,76 @@ def export_chain(directory: Path, id: str, target: Path) -> list[str]:
     chain = []
     for listed, _ in _manifests(directory):
         if listed.fingerprint == last.fingerprint and listed.position <= last.position:
-            prefix = key_of(listed.fingerprint, tokens[: listed.position])
+            prefix = key_of(listed.fingerprint, tokens[: listed.position], last.whose)
             if prefix == listed.id:
                 chain.append(listed)
     chain.sort(key=lambda listed: listed.position)
     checked: dict[Path, str | None] = {}
     for listed in chain:
         _verify(folder / "manifests" / f"{listed.id}.json", folder, checked)
-    if not target.parent.is_dir():
-        raise BadConfig(f"{target} cannot be written: there is no folder {target.parent}")
-    partial = target.with_name(f"{target.name}.partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
-        # Manifests first: a reader knows what to expect before the first large object.
-        for listed in chain:
-            _add(tar, f"manifests/{listed.id}.json", manifest.encode(listed))
-        for name in dict.fromkeys(name for listed in chain for name in listed.objects):
-            tar.add(folder / "objects" / name, arcname=f"objects/{name}", filter=_anonymous)
-    os.replace(partial, target)
+    try:
+        _write_tar(target, folder, chain)
+    except OSError as error:
+        raise BadConfig(f"{target} cannot be written: {error.strerror or error}") from error
     return [listed.id for listed in chain]
+
+
+def _write_tar(target: Path, folder: Path, chain: Sequence[Manifest]) -> None:
+    partial = target.with_name(f"{target.name}.partial")
+    partial.unlink(missing_ok=True)  # of an export that was killed; a link in its place is not followed
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+            # Manifests first: a reader knows what to expect before the first large object.
+            for listed in chain:
+                data = manifest.encode(listed)
+                _add(tar, f"manifests/{listed.id}.json", io.BytesIO(data), len(data))
+            for name, nbytes in {name: n for listed in chain for name, n in listed.objects.items()}.items():
+                with os.fdopen(open_plain(folder / "objects" / name), "rb") as source:
+                    _add(tar, f"objects/{name}", source, nbytes)
+        os.replace(partial, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def import_chain(directory: Path, source: Path) -> list[str]:
     """Take in the snapshots of an exported file. Every checksum is verified before the first one becomes visible."""
-    try:
-        with tarfile.open(source, mode="r:") as tar:
-            manifests, objects = _contents(tar)
-            _check_import(tar, manifests, objects)
-            return [_adopt(directory, tar, objects, listed) for listed in manifests]
-    except tarfile.TarError as error:
-        raise BadSnapshotFile(f"{source.name}: not a readable tar file: {error}") from error
+    with os.fdopen(open_plain(source), "rb") as file:
+        manifests, objects = _contents(file, shown(source.name))
+        _check_import(file, manifests, objects)
+        _check_room(directory, sum(place.nbytes for place in objects.values()))
+        return [_adopt(directory, file, objects, listed) for listed in manifests]
 
 
 # Reading a directory without owning it
 
 
 def _folders(directory: Path) -> list[Path]:
-    return sorted(path.parent for path in directory.glob("*/manifests") if len(path.parent.name) == FOLDER_DIGITS)
+    inside = entries_in(directory.resolve())
+    folders = sorted(Path(entry.path) for entry in inside if entry.is_dir(follow_symlinks=False))
+    return [folder for folder in folders if len(folder.name) == FOLDER_DIGITS and FINGERPRINT.fullmatch(folder.name)]
 
 
 def _manifests(directory: Path) -> Iterator[tuple[Manifest, Path]]:
     for folder in _folders(directory):
-        for path in sorted((folder / "manifests").glob("*.json")):
+        for path in sorted(Path(entry.path) for entry in entries_in(folder / "manifests")):
             try:
-                listed = manifest.read(path, None)
+                listed = _read(path)
             except BadSnapshotFile:
                 continue  # `verify` names it with its reason
             yield listed, path
+
+
+def _read(path: Path) -> Manifest:
+    """A manifest, if it lies where its model's lie."""
+    if path.suffix != ".json":
+        raise BadSnapshotFile(f"{shown(path.name)}: not the name of a manifest")
+    listed, folder = manifest.read(path, None), path.parent.parent.name
+    if not listed.fingerprint.startswith(folder):
+        raise BadSnapshotFile(f"{listed.id}: of model {listed.fingerprint}, it lies in the folder of {folder}")
+    return listed
 
 
 def _find(directory: Path, id: str) -> tuple[Manifest, Path]:
@@ -184,37 +220,33 @@ def _find(directory: Path, id: str) -> tuple[Manifest, Path]:
 
 
 def _verify(path: Path, folder: Path, checked: dict[Path, str | None]) -> None:
-    listed = manifest.read(path, None)
+    listed = _read(path)
     for name, nbytes in listed.objects.items():
         file = folder / "objects" / name
+        check_size(str(file), nbytes)
         if file not in checked:
-            checked[file] = _fault(file, name)
+            checked[file] = _fault(file, nbytes)
         fault = checked[file]
-        if fault is None and file.stat().st_size != nbytes:
-            fault = f"object {name} has {file.stat().st_size} bytes, the manifest says {nbytes}"
         if fault is not None:
             raise BadSnapshotFile(f"{listed.id}: {fault}")
-    if key_of(listed.fingerprint, _tokens(folder, listed)) != listed.id:
+    if key_of(listed.fingerprint, _tokens(folder, listed), listed.whose) != listed.id:
         raise BadSnapshotFile(f"{listed.id}: its token ids are not those of its key")
 
 
-def _fault(file: Path, name: str) -> str | None:
+def _fault(file: Path, nbytes: int) -> str | None:
+    """A few bytes at a time: nothing that a file claims takes memory."""
     try:
-        found = digest([np.fromfile(file, dtype=np.uint8)])
+        with os.fdopen(open_plain(file), "rb") as opened:
+            found = digest(read_pieces(opened.fileno(), 0, nbytes))
+    except BadSnapshotFile as error:
+        return f"object {error}"
     except OSError as error:
-        return f"object {name} cannot be read: {error.strerror}"
-    return None if found == name else f"object {name} has been altered"
+        return f"object {file.name} cannot be read: {error.strerror}"
+    return None if found == file.name else f"object {file.name} has been altered"
 
 
 def _tokens(folder: Path, listed: Manifest) -> np.ndarray:
-    heads = []
-    for name in listed.pages:
-        try:
-            head = np.fromfile(folder / "objects" / name, dtype=np.int32, count=PAGE_HEADER // 4)
-        except OSError as error:
-            raise BadSnapshotFile(f"{listed.id}: object {name} cannot be read: {error.strerror}") from error
-        heads.append(head)
-    return np.concatenate([*heads, np.asarray(listed.tail_tokens, dtype=np.int32)], dtype=np.int32)
+    return join_tokens([read_head(folder / "objects" / name) for name in listed.pages], listed.tail_tokens)
 
 
 @contextmanager
@@ -238,67 +270,122 @@ def _open(directory: Path, fingerprint: str) -> DiskStore:
     return store
 
 
-# Tar files
+# Tar files: headers are read by tarfile, under a guard; contents by us, from where the headers say they are
 
 
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+class Place(NamedTuple):
+    """Where in a tar file the content of a member lies."""
+
+    start: int
+    nbytes: int
+
+
+class _Guard:
+    """A file that tells only so much about one member: tarfile reads a header as long as the header claims to be."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.left = MOST_HEADER
+        self.tell, self.seek = file.tell, file.seek
+
+    def read(self, nbytes: int) -> bytes:
+        self.left -= nbytes
+        if self.left < 0:
+            raise BadSnapshotFile(f"the header of a member has more than {MOST_HEADER} bytes")
+        return self._file.read(nbytes)
+
+
+def _add(tar: tarfile.TarFile, name: str, source: BinaryIO, nbytes: int) -> None:
     info = tarfile.TarInfo(name)
-    info.size = len(data)
+    info.size = nbytes
     info.mode = 0o600
-    tar.addfile(info, io.BytesIO(data))
+    tar.addfile(info, source)
 
 
-def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    info.uid = info.gid = 0
-    info.uname = info.gname = ""
-    return info
+def _members(file: BinaryIO, called: str) -> Iterator[tuple[str, Place]]:
+    guard, whole = _Guard(file), os.fstat(file.fileno()).st_size
+    try:
+        with tarfile.open(fileobj=guard, mode="r:") as tar:  # type: ignore[call-overload]  # all that it reads with
+            for _ in range(MOST_MEMBERS):
+                guard.left = MOST_HEADER
+                member = tar.next()
+                if member is None:
+                    return
+                tar.members.clear()  # or it would keep every one of them
+                if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
+                    raise BadSnapshotFile(f"{shown(member.name)}: not a plain file")
+                if not 0 <= member.size <= whole - member.offset_data:
+                    raise BadSnapshotFile(f"{shown(member.name)}: {member.size} bytes do not fit the file")
+                yield member.name, Place(member.offset_data, member.size)
+    except (tarfile.TarError, ValueError, OSError, RecursionError) as error:
+        raise BadSnapshotFile(f"{called}: not a readable tar file: {shown(str(error))}") from error
+    raise BadSnapshotFile(f"{called}: more than {MOST_MEMBERS} members")
 
 
-def _contents(tar: tarfile.TarFile) -> tuple[list[Manifest], dict[str, tarfile.TarInfo]]:
+def _contents(file: BinaryIO, called: str) -> tuple[list[Manifest], dict[str, Place]]:
     """Members are read by name and never unpacked, so no name in the file can become a path."""
-    manifests, objects = [], {}
-    for member in tar.getmembers():
-        folder, _, name = member.name.partition("/")
-        if not member.isfile():
-            raise BadSnapshotFile(f"{member.name}: not a plain file")
-        if folder == "manifests" and name.endswith(".json"):
-            manifests.append(manifest.decode(_bytes(tar, member).tobytes(), None, name.removesuffix(".json")))
+    manifests: dict[str, Manifest] = {}
+    objects: dict[str, Place] = {}
+    left = MOST_MANIFESTS
+    for path, place in _members(file, called):
+        folder, _, name = path.partition("/")
+        id = name.removesuffix(".json")
+        if name in objects or id in manifests:
+            raise BadSnapshotFile(f"{shown(path)}: comes twice")
+        if folder == "manifests" and NAME.fullmatch(id) and name != id:
+            left -= place.nbytes
+            if left < 0 or place.nbytes > MOST_BYTES:
+                raise BadSnapshotFile(f"{shown(path)}: manifests of more bytes than can be ours")
+            manifests[id] = manifest.decode(b"".join(map(bytes, _bytes(file, place))), None, id)
         elif folder == "objects" and NAME.fullmatch(name):
-            objects[name] = member
+            objects[name] = place
         else:
-            raise BadSnapshotFile(f"{member.name}: no part of an exported snapshot")
+            raise BadSnapshotFile(f"{shown(path)}: no part of an exported snapshot")
     if not manifests:
-        raise BadSnapshotFile("the file holds no manifest")
-    return sorted(manifests, key=lambda listed: listed.position), objects
+        raise BadSnapshotFile(f"{called}: the file holds no manifest")
+    return sorted(manifests.values(), key=lambda listed: listed.position), objects
 
 
-def _check_import(tar: tarfile.TarFile, manifests: Sequence[Manifest], objects: dict[str, tarfile.TarInfo]) -> None:
+def _check_import(file: BinaryIO, manifests: Sequence[Manifest], objects: dict[str, Place]) -> None:
+    """What the manifests say first, the digests, which take long, last."""
     heads: dict[str, np.ndarray] = {}
-    for name, member in objects.items():
-        data = _bytes(tar, member)
-        if digest([data]) != name:
-            raise BadSnapshotFile(f"object {name} has been altered")
-        heads[name] = data[:PAGE_HEADER].copy()
     for listed in manifests:
         for name, nbytes in listed.objects.items():
-            if name not in objects or objects[name].size != nbytes:
+            if name not in objects or objects[name].nbytes != nbytes:
                 raise BadSnapshotFile(f"{listed.id}: object {name} of {nbytes} bytes is not in the file")
-        pages = [heads[name].view(np.int32) for name in listed.pages]
-        tokens = np.concatenate([*pages, np.asarray(listed.tail_tokens, dtype=np.int32)], dtype=np.int32)
-        if key_of(listed.fingerprint, tokens) != listed.id:
+        for name in listed.pages:
+            if name not in heads:
+                heads[name] = _head(file, objects[name])
+        tokens = join_tokens([heads[name] for name in listed.pages], listed.tail_tokens)
+        if key_of(listed.fingerprint, tokens, listed.whose) != listed.id:
             raise BadSnapshotFile(f"{listed.id}: its token ids are not those of its key")
+    if unnamed := objects.keys() - {name for listed in manifests for name in listed.objects}:
+        raise BadSnapshotFile(f"object {min(unnamed)} belongs to no manifest of the file")
+    for name, place in objects.items():
+        if digest(_bytes(file, place)) != name:
+            raise BadSnapshotFile(f"object {name} has been altered")
 
 
-def _adopt(directory: Path, tar: tarfile.TarFile, objects: dict[str, tarfile.TarInfo], listed: Manifest) -> str:
+def _check_room(directory: Path, nbytes: int) -> None:
+    there = next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if nbytes > free:
+        raise BadConfig(f"the objects take {show_bytes(nbytes)}, {directory} has {show_bytes(free)} free")
+
+
+def _adopt(directory: Path, file: BinaryIO, objects: dict[str, Place], listed: Manifest) -> str:
     store = _open(directory, listed.fingerprint)
     try:
-        record: Record = store.adopt(listed, lambda name: [_bytes(tar, objects[name])])
+        return store.adopt(listed, lambda name: _bytes(file, objects[name])).id
+    except OSError as error:
+        raise BadConfig(f"{store.folder} cannot be written: {error.strerror or error}") from error
     finally:
         store.close()
-    return record.id
 
 
-def _bytes(tar: tarfile.TarFile, member: tarfile.TarInfo) -> np.ndarray:
-    file = tar.extractfile(member)
-    assert file is not None, "only plain files are read"
-    return np.frombuffer(file.read(), dtype=np.uint8)
+def _head(file: BinaryIO, place: Place) -> np.ndarray:
+    return np.concatenate([*_bytes(file, Place(place.start, PAGE_HEADER))]).view(np.int32)
+
+
+def _bytes(file: BinaryIO, place: Place) -> Iterable[np.ndarray]:
+    return read_pieces(file.fileno(), *place)

@@ -6,7 +6,7 @@ once and only the recurrent parts anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,8 +19,8 @@ from rekindle.spec import PAGE
 
 
 class Ready(Protocol):
-    """Copies to host memory that may still be under way. A published snapshot is complete; whoever captures for
-    another purpose waits before the host reads."""
+    """Copies to host memory that may still be under way. A published snapshot is complete; any other capture is waited
+    for before the host reads it."""
 
     @property
     def done(self) -> bool:
@@ -31,7 +31,7 @@ class Ready(Protocol):
 
 
 class Page:
-    """One layer's K and V of PAGE consecutive positions, sealed: nobody writes it again.
+    """One layer's K and V of PAGE consecutive positions, sealed: it is never written again.
 
     Compared by identity: two pages are the same page only if they are the same object (or, on disk, the same
     content address).
@@ -71,46 +71,43 @@ class Page:
         return self.slab is not None and self.slab.pinned
 
 
+DRAFTER_LAYER = (1 << 16) - 1  # the number of a drafter's part, which stands behind those of the layers
+TAIL = "tail"  # of a paged layer: the rows of the page that is still open, [2, rows, kv_heads, row], 0 <= rows < PAGE
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class KvPart:
-    """What one attention layer holds: sealed pages, then the rows of the page that is still open."""
+class Part:
+    """What one layer, or the drafter, holds: named tensors and, of a paged layer, the sealed pages before its tail.
+
+    The names and shapes are the layer's own (`layers/`), which checks them when the part is restored. Only a paged
+    layer has a tensor called "tail"; any other kind holds as much whatever the position.
+    """
 
     layer: int
-    pages: tuple[Page, ...]
-    tail: torch.Tensor  # [2, rows, kv_heads, row], 0 <= rows < PAGE
-    # What a sparse run chooses its pages by, float32 [heads, dim]; or [2, heads, dim]: now, and from the next page on.
-    query: torch.Tensor | None = None
+    tensors: Mapping[str, torch.Tensor]
+    pages: tuple[Page, ...] = ()
     ready: Ready | None = None  # of all the part holds, pages too; None: complete
 
+    def __post_init__(self) -> None:
+        assert self.is_paged or not self.pages, f"layer {self.layer} has pages and no tail"
+
     @property
-    def position(self) -> int:
-        return len(self.pages) * PAGE + self.tail.shape[1]
+    def is_paged(self) -> bool:
+        return TAIL in self.tensors
+
+    @property
+    def position(self) -> int | None:
+        """How many positions the pages and the tail hold; None of a layer without pages."""
+        return len(self.pages) * PAGE + self.tensors[TAIL].shape[1] if self.is_paged else None
 
     @property
     def own_bytes(self) -> int:
         """Beside the sealed pages, which others may share."""
-        return self.tail.nbytes + (0 if self.query is None else self.query.nbytes)
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DeltaPart:
-    """What one DeltaNet layer holds: a fixed size, whatever the position."""
-
-    layer: int
-    state: torch.Tensor  # [value_heads, key_dim, value_dim] float32, value heads in tiled order
-    window: torch.Tensor  # [conv_width - 1, conv_channels] float32, oldest row first
-    ready: Ready | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.state.nbytes + self.window.nbytes
-
-
-Part = KvPart | DeltaPart
-
-
-def are_settled(parts: Iterable[Part]) -> bool:
-    """Whether `wait_for` says at once how it went."""
+def copies_done(parts: Iterable[Part]) -> bool:
+    """Whether `wait_for` returns, or raises, without a wait."""
     return all(ready.done for ready in _readies(parts))
 
 
@@ -129,7 +126,7 @@ class Stretch:
     """How the tokens up to `stop` were computed, so that audits know which bound to apply."""
 
     stop: int
-    how: str  # prefill (alone in its batch), batched (prefill beside others), decode or verify
+    how: str  # prefill (alone in its batch), batched (prefill beside others), decode, verify (drafted blocks)
     cuts: tuple[int, ...] = ()  # prefill: chunk edges inside the stretch that do not lie on the grid
 
 
@@ -138,15 +135,15 @@ class Snapshot:
     """All state after `tokens`. Its key is its tokens, so a key is exactly as long as its state (law 1)."""
 
     tokens: np.ndarray  # int32 [position]
-    parts: tuple[Part, ...]  # one per layer, ascending
+    parts: tuple[Part, ...]  # one per layer, ascending; then a drafter's, if one was there and had read the tokens
     logits: torch.Tensor | None  # [vocab] float32 after the last token; None where no logits were computed
     grid: int  # chunk grid of the prefill that made it
     stretches: tuple[Stretch, ...]  # tile [0, position)
-    drafter: tuple[torch.Tensor, ...] = ()  # the drafter's context; empty without one
+    namespace: str = ""  # whose it is; the key is (namespace, tokens)
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            if isinstance(part, KvPart) and part.position != self.position:
+            if part.position not in (self.position, None):
                 raise SnapshotMismatch(
                     f"layer {part.layer} holds {part.position} positions, the snapshot's key is {self.position} long"
                 )
@@ -157,14 +154,13 @@ class Snapshot:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that no other snapshot of the chain can share: recurrent parts, tails, logits, drafter."""
-        fixed = sum(p.own_bytes if isinstance(p, KvPart) else p.nbytes for p in self.parts)
+        """Bytes that no other snapshot of the chain can share: all but the sealed pages."""
         logits = self.logits.nbytes if self.logits is not None else 0
-        return fixed + logits + sum(t.nbytes for t in self.drafter) + self.tokens.nbytes
+        return sum(part.own_bytes for part in self.parts) + logits + self.tokens.nbytes
 
 
 class StateHolder(Protocol):
-    """Whoever holds sequence state answers these verbs: a stage, local or remote, and the drafter."""
+    """The verbs of everything that holds sequence state: a stage, local or remote."""
 
     def open(self, slot: int) -> None: ...
     def close(self, slot: int) -> None: ...

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from rekindle.errors import DoesNotFit
 from rekindle.prompt import BoundaryKind
-from rekindle.snapshots.disk import DiskStore, Record
+from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.record import Record
 from rekindle.snapshots.types import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE = 15.0  # seconds without an attempt after the disk refused
 LONGEST_PAUSE = 600.0
 REST = 9.0  # seconds of rest for every second of work
-# Niceness: some 3 % of a core that others want. Not the last rank of all: whoever is starved while it holds the
+# Niceness: some 3 % of a core that others want. Not the lowest: a writer that is starved while it holds the
 # interpreter's lock holds up the token path too.
 RANK = 15
 
@@ -161,7 +162,7 @@ class DiskWriter:
 
     def _rest(self) -> None:
         """Hashing and writing take memory and processors from a decode step, so they are at it a tenth of the time;
-        not while somebody waits for them, or while the next snapshot would be refused for want of a place."""
+        not while a thread waits for them, or while the next snapshot would be refused for want of a place."""
         worked = self._clock() - self._worked_from
         with self._changed:
             self._changed.wait_for(self._in_a_hurry, timeout=REST * worked)

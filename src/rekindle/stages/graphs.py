@@ -1,25 +1,27 @@
-"""Decode and verify steps that are recorded once and replayed: on a GPU one launch for all layers, without gaps.
+"""Steps that are recorded once and replayed: on a GPU one launch for all layers, without gaps.
 
-A step is recorded per form (rows and width of the page tables, both rounded up), the first time it is needed. Its
-inputs are static buffers that a layout fills; what a step computes is the code that runs a batch unrecorded. Who
-records is given: CUDA graphs on a GPU, or anything that runs the step again.
+A step is recorded per shape (rows and width of the page tables, both rounded up), before the first request or when it
+is first needed. Its inputs are static buffers that a layout fills; what a step computes is the code that runs a batch
+unrecorded. The recorder is a parameter: CUDA graphs on a GPU, or anything that runs the step again.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from rekindle.batch import Batch
-from rekindle.kernels.gated_delta import replay_rows
-from rekindle.models.model import ModelSpan
-from rekindle.models.state import DeltaState, LayerState
-from rekindle.pool import Recorder, Seat
-from rekindle.stages.layout import Form, Layout
-from rekindle.stages.types import Ahead
+from rekindle.layers import HybridLayer, ModelSpan
+from rekindle.pool import Recorder, SegmentPages
+from rekindle.stages.layout import GraphShape, Layout, round_up
+from rekindle.stages.state import SpanState
+from rekindle.stages.types import PendingTokens
+
+log = logging.getLogger("rekindle.stages")
 
 BUFFERS = 3  # host buffers in turn: a copy may still be under way while the next step is laid out
 
@@ -41,25 +43,28 @@ class GraphRecorder:
         # Never dropped: with the last of its graphs torch would give their memory up, and refuse it to the next one.
         self._first = self(nothing)
 
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Runs the step first, outside the graph, so that every kernel is compiled."""
+    def __call__(self, step: Callable[[], None], warm: Callable[[], None] | None = None) -> Callable[[], None]:
+        """Runs the step first, outside the graph, so that every kernel is compiled and loaded; or `warm`, which has the
+        same kernels and takes less time."""
         with _recording:
-            return self._capture(step)
+            return self._capture(step, warm or step)
 
-    def _capture(self, step: Callable[[], None]) -> Callable[[], None]:
+    def _capture(self, step: Callable[[], None], warm: Callable[[], None]) -> Callable[[], None]:
         """Waits for nothing that the device still does, so that a chunk may be under way meanwhile. (torch's own
         `torch.cuda.graph` would wait for it, and give back all memory that is kept for later, pinned memory too.)"""
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         try:
             with torch.cuda.stream(self._side):
-                step()
+                warm()
                 try:
                     return self._record_on_side(step)
-                except torch.cuda.OutOfMemoryError:
-                    # While it records, torch does not give back what it keeps for later.
+                except RuntimeError as error:
+                    # While it records, torch does not give back what it keeps for later; and no kernel can be loaded.
+                    log.info("a step is recorded once more: %s", error)
                     torch.cuda.synchronize(self._device)
                     torch.cuda.empty_cache()
+                    step()
                     return self._record_on_side(step)
         finally:
             current.wait_stream(self._side)
@@ -96,24 +101,44 @@ class _Host:
 
 
 class _Step:
-    """One form of a step: static inputs, and the output of the last run."""
+    """One shape of a step: static inputs, and the output of the last run."""
 
-    def __init__(self, model: ModelSpan, states: Mapping[int, LayerState], layout: Layout) -> None:
+    def __init__(
+        self,
+        model: ModelSpan,
+        state: SpanState,
+        layout: Layout,
+        logits: torch.Tensor | None,
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        """logits: float32 [at least the shape's rows, vocab], where the head is part of the step."""
         self._model = model
-        self._states = states
+        self._taps = taps
+        self._state = state
+        self._logits = logits
         self.layout = layout
-        self.host = _Host(layout.form.size, model.device)
+        self.host = _Host(layout.shape.size, model.device)
         self.output: torch.Tensor | None = None  # hidden or logits; recorded, the buffer that every replay fills
+        self.features: tuple[torch.Tensor, ...] = ()  # after each tapped layer, in such buffers too
         self.hidden_in: torch.Tensor | None = None
         if not model.is_first:
-            shape = (layout.form.rows, model.spec.hidden)
+            shape = (layout.shape.rows, model.spec.hidden)
             self.hidden_in = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.replay: Callable[[], None] = self.run
 
     def run(self) -> None:
+        self._run(self._model.layers)
+
+    def warm(self) -> None:
+        """One layer of every kind: all kernels of the step."""
+        self._run(self._model.unlike_layers)
+
+    def _run(self, layers: Sequence[HybridLayer]) -> None:
         x = self._model.enter(self.layout.tokens, self.hidden_in)
-        x = self._model.run(x, self.layout.ragged, self._states)
-        self.output = self._model.leave(x) if self._model.is_last else x
+        x, self.features = self._model.run(x, self.layout.ragged, self._state.layers, layers, self._taps)
+        if self._logits is not None:
+            self._logits[: x.shape[0]].copy_(self._model.leave(x))
+        self.output = x if self._logits is None else self._logits
 
 
 class RecordedSteps:
@@ -122,58 +147,82 @@ class RecordedSteps:
     def __init__(
         self,
         model: ModelSpan,
-        states: Mapping[int, LayerState],
+        state: SpanState,
         scratch_slot: int,
         scratch_page: int,
         record: Recorder,
     ) -> None:
         self._model = model
-        self._states = states
+        self._state = state
         self._scratch_slot = scratch_slot
         self._scratch_page = scratch_page
         self._record = record
-        self._steps: dict[Form, _Step] = {}
+        self._steps: dict[tuple[GraphShape, tuple[int, ...]], _Step] = {}  # by shape and taps
+        self._run_once = set[tuple[bool, ...]]()  # kinds of steps that have run through all layers
+        self._logits: torch.Tensor | None = None  # of the last step, whichever it was: all of them write there
         self._rewind: Callable[[], None] | None = None
         self._where = torch.zeros(2, dtype=torch.int32, device=model.device)  # slot and rows of a rewind
         self._where_host = _Host(2, model.device)
 
     def run(
-        self, form: Form, batch: Batch, seats: Sequence[Seat], hidden: torch.Tensor | None, ahead: Ahead | None
-    ) -> torch.Tensor:
-        """A batch that `form` serves -> hidden [batch.rows, …], or logits in float32; later steps do not touch it."""
-        step = self._steps.get(form) or self._make(form)
+        self,
+        shape: GraphShape,
+        batch: Batch,
+        pages: Sequence[SegmentPages],
+        hidden: torch.Tensor | None,
+        pending: PendingTokens | None,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """A batch that `shape` serves -> hidden [batch.rows, …], or logits in float32; later steps do not touch it. A
+        chunk gives hidden in the last stage too, which the next step overwrites: the head takes its rows at once.
+        Beside it what left each tapped layer, which the next step overwrites too.
+        """
+        step = self._steps.get((shape, taps)) or self._make(shape, taps)
         with step.host.next() as host:
-            step.layout.fill(batch, seats, host)
-        if ahead is not None:
-            step.layout.take_drawn(ahead)
+            step.layout.fill(batch, pages, host)
+        if pending is not None:
+            step.layout.take_pending(pending)
         if step.hidden_in is not None:
             assert hidden is not None, "a stage that is not the first gets activations"
             step.hidden_in[: batch.rows].copy_(hidden, non_blocking=True)
         step.replay()
         assert step.output is not None, "a step that ran has an output"
-        output = step.output[: batch.rows]
-        return output.to(torch.float32, copy=True) if self._model.is_last else output.clone()
+        output, features = step.output[: batch.rows], tuple(rows[: batch.rows] for rows in step.features)
+        return (output if shape.is_chunk and self._model.is_last else output.clone()), features
 
-    def make_ready(self, form: Form) -> None:
+    def make_ready(self, shape: GraphShape) -> None:
         """Record the step now if it is not yet."""
-        if form not in self._steps:
-            self._make(form)
+        if (shape, ()) not in self._steps:
+            self._make(shape, ())
 
-    def _make(self, form: Form) -> _Step:
-        """Recorded over padding alone, so that nobody's state moves."""
-        layout = Layout(form, self._model.device, self._scratch_slot, self._scratch_page)
-        step = _Step(self._model, self._states, layout)
+    def _make(self, shape: GraphShape, taps: tuple[int, ...]) -> _Step:
+        """Recorded over padding alone, so that no slot's state moves."""
+        layout = Layout(shape, self._model.device, self._scratch_slot, self._scratch_page)
+        step = _Step(self._model, self._state, layout, self._room_for_logits(shape), taps)
         with step.host.next() as host:
             layout.fill(None, (), host)
-        step.replay = self._record(step.run)
-        self._steps[form] = step
+        # The first of its kind runs through all layers: some keep memory that is made when they first run, and what is
+        # made while a step is recorded holds nothing before that step is replayed.
+        kind = (shape.is_chunk, shape.rewindable, shape.far, shape.notes)
+        step.replay = self._record(step.run, step.warm if kind in self._run_once else step.run)
+        self._run_once.add(kind)
+        self._steps[shape, taps] = step
         return step
 
+    def _room_for_logits(self, shape: GraphShape) -> torch.Tensor | None:
+        """One buffer for all steps; steps that were recorded over a smaller one keep that."""
+        if shape.is_chunk or not self._model.is_last:
+            return None
+        if self._logits is None or self._logits.shape[0] < shape.rows:
+            rows = max(shape.rows, round_up(self._scratch_slot))
+            self._logits = torch.zeros(rows, self._model.spec.vocab, device=self._model.device)
+        return self._logits
+
     def rewind(self, slot: int, count: int) -> None:
-        """All DeltaNet layers of the slot go to where they stood after `count` rows of its last block."""
+        """Every layer's state of the slot goes to where it stood after `count` rows of its last block."""
         if self._rewind is None:
             self._send_where(self._scratch_slot, 0)
-            self._rewind = self._record(lambda: rewind_layers(self._states, self._where))
+            self._rewind = self._record(lambda: self._state.rewind(self._where))
         self._send_where(slot, count)
         self._rewind()
 
@@ -184,12 +233,5 @@ class RecordedSteps:
 
     def forget_blocks(self) -> None:
         """What rewind goes back into lies in new memory: steps over the old one are of no use."""
-        self._steps = {form: step for form, step in self._steps.items() if not form.rewindable}
+        self._steps = {key: step for key, step in self._steps.items() if not key[0].rewindable}
         self._rewind = None
-
-
-def rewind_layers(states: Mapping[int, LayerState], where: torch.Tensor) -> None:
-    for state in states.values():
-        if isinstance(state, DeltaState):
-            assert state.kept is not None, "only a rewindable forward can be gone back into"
-            replay_rows(state.kept, where, state.states, state.windows)

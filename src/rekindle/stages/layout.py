@@ -1,7 +1,7 @@
 """A batch as one packed run of int32 on the device, and the Ragged that looks into it: one copy per forward.
 
 The same layout serves a batch that is run once and a step that is recorded: there rows and tables are rounded up, and
-padding lies in segments of its own, on a slot and a page that nobody else reads.
+padding lies in segments of its own, on a slot and a page that no other segment reads.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ import numpy as np
 import torch
 
 from rekindle.batch import Batch
+from rekindle.buffers import RECORDED_ROWS
 from rekindle.kernels.ragged import Ragged
-from rekindle.pool import Seat
+from rekindle.pool import SegmentPages
 from rekindle.spec import PAGE
-from rekindle.stages.types import Ahead
+from rekindle.stages.types import PendingTokens
 
 ZERO = torch.tensor(0)
-LONGEST_BLOCK = PAGE  # rows of a block that is verified as a recorded step: its padding fits one page
+LONGEST_BLOCK = PAGE  # rows of a block that is verified as a recorded step
+CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, RECORDED_ROWS)  # rows of recorded chunks
+LONGEST_CHUNK = CHUNKS[-1]  # with more rows the device has enough to do while the host launches
+NARROW = 128  # pages of all rows' tables together, up to which attention has a program for each
 
 T = TypeVar("T", np.ndarray, torch.Tensor)
 
@@ -34,12 +38,12 @@ class Fields(NamedTuple, Generic[T]):
     starts: T  # [segments + 1]
     slots: T  # [segments]
     noted: T  # [2, segments] or nothing
-    tables: T  # [segments, width]
+    tables: tuple[T, ...]  # [segments, width] of every group
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """The sizes of a layout. Batches of one form can share a recorded step."""
+class GraphShape:
+    """The sizes of a layout. Batches of one shape can share a recorded step."""
 
     lengths: tuple[int, ...]  # of the segments, at most; 0: the segment takes whatever rows are left, as padding
     rows: int
@@ -48,24 +52,36 @@ class Form:
     notes: bool  # some query is noted
     far: bool = False  # some pages are read where they lie, in host memory
     coming: bool = False  # some are on their way to the device: every layer waits for its own
+    groups: int = 1  # of layers, each with page tables of its own
 
     @classmethod
-    def of(cls, batch: Batch, seats: Sequence[Seat]) -> Form:
-        width = max(1, *(len(seat.places) for seat in seats))
-        notes = any(seat.noted is not None for seat in seats)
-        far, coming = any(seat.far for seat in seats), any(seat.coming for seat in seats)
-        return cls(tuple(map(len, batch.segments)), batch.rows, width, batch.rewindable, notes, far, coming)
+    def of(cls, batch: Batch, pages: Sequence[SegmentPages]) -> GraphShape:
+        width = max(1, *(its_pages.places.shape[1] for its_pages in pages))
+        notes = any(its_pages.noted is not None for its_pages in pages)
+        far, coming = any(its_pages.far for its_pages in pages), any(its_pages.coming for its_pages in pages)
+        lengths, groups = tuple(map(len, batch.segments)), len(pages[0].places)
+        return cls(lengths, batch.rows, width, batch.rewindable, notes, far, coming, groups)
 
-    def padded(self) -> Form | None:
-        """The form of the recorded step that serves this one: decode rows, or a block to verify. None: none does."""
-        width = round_width(self.width)
-        if len(self.lengths) == 1 and self.rewindable and self.rows <= LONGEST_BLOCK:
-            rows = round_up(self.rows)
-            return replace(self, lengths=(rows, 0), rows=rows, width=width)
+    def padded(self, widest: int = 0) -> GraphShape | None:
+        """The shape of the recorded step that serves this one: decode rows, a block to verify, or, where it is known
+        how wide tables become, a short chunk. None: none does."""
+        rows = round_up(self.rows)
+        width = round_width(self.width, widest, rows)
         if self.rows == len(self.lengths) and not self.rewindable:
-            rows = round_up(self.rows)
             return replace(self, lengths=(1,) * rows, rows=rows, width=width)
-        return None
+        if len(self.lengths) > 1:
+            return None
+        if self.rewindable:
+            return replace(self, lengths=(rows, 0), rows=rows, width=width) if rows <= LONGEST_BLOCK else None
+        plain = not (self.notes or self.far or self.coming)
+        if not plain or self.width > widest or self.rows > LONGEST_CHUNK:
+            return None
+        return chunk_shape(self.rows, widest, self.groups)
+
+    @property
+    def is_chunk(self) -> bool:
+        """A recorded chunk: one segment that wants the logits of its last row at most, and padding."""
+        return len(self.lengths) == 2 and self.lengths[1] == 0 and not self.rewindable
 
     @property
     def size(self) -> int:
@@ -77,25 +93,27 @@ class Form:
         for size in self._sizes():
             parts.append(packed[at : at + size])
             at += _aligned(size)
-        tokens, positions, places, numbers, starts, slots, noted, tables = parts
-        shaped = noted.reshape(2, -1), tables.reshape(len(self.lengths), self.width)
-        return Fields(tokens, positions, places, numbers, starts, slots, *shaped)
+        tokens, positions, places, numbers, starts, slots, noted = parts[: -self.groups]
+        tables = list[T]()
+        for table in parts[-self.groups :]:
+            tables.append(table.reshape(len(self.lengths), self.width))
+        return Fields(tokens, positions, places, numbers, starts, slots, noted.reshape(2, -1), tuple(tables))
 
     def _sizes(self) -> tuple[int, ...]:
         rows, segments = self.rows, len(self.lengths)
         noted = 2 * segments if self.notes else 0
-        return (rows, rows, rows, rows, segments + 1, segments, noted, segments * self.width)
+        return (rows, rows, rows, rows, segments + 1, segments, noted, *[segments * self.width] * self.groups)
 
 
 class Layout:
-    """One form with its memory on the device."""
+    """One shape with its memory on the device."""
 
-    def __init__(self, form: Form, device: torch.device, scratch_slot: int, scratch_page: int) -> None:
-        self.form = form
-        self.packed = torch.zeros(form.size, dtype=torch.int32, device=device)
+    def __init__(self, shape: GraphShape, device: torch.device, scratch_slot: int, scratch_page: int) -> None:
+        self.shape = shape
+        self.packed = torch.zeros(shape.size, dtype=torch.int32, device=device)
         self._scratch_slot = scratch_slot
         self._scratch_page = scratch_page
-        fields = form.cut(self.packed)
+        fields = shape.cut(self.packed)
         self.tokens = fields.tokens
         self.ragged = Ragged(
             starts=fields.starts,
@@ -103,22 +121,23 @@ class Layout:
             row_positions=fields.row_positions,
             row_places=fields.row_places,
             row_segments=fields.row_segments,
-            tables=fields.tables,
-            lengths=form.lengths,
-            rewindable=form.rewindable,
-            noted=fields.noted if form.notes else None,
-            far=form.far,
-            coming=form.coming,
+            tables=fields.tables[0],
+            lengths=shape.lengths,
+            rewindable=shape.rewindable,
+            noted=fields.noted if shape.notes else None,
+            far=shape.far,
+            coming=shape.coming,
+            group_tables=fields.tables if shape.groups > 1 else (),
         )
 
-    def fill(self, batch: Batch | None, seats: Sequence[Seat], host: torch.Tensor) -> None:
+    def fill(self, batch: Batch | None, pages: Sequence[SegmentPages], host: torch.Tensor) -> None:
         """Lay out the batch in host memory and send it over; no batch: padding alone."""
-        self._write(self.form.cut(host.numpy()), batch, seats)
+        self._write(self.shape.cut(host.numpy()), batch, pages)
         self.packed.copy_(host, non_blocking=True)
 
-    def _write(self, fields: Fields[np.ndarray], batch: Batch | None, seats: Sequence[Seat]) -> None:
+    def _write(self, fields: Fields[np.ndarray], batch: Batch | None, pages: Sequence[SegmentPages]) -> None:
         segments = batch.segments if batch is not None else ()
-        rows, count, total = self.form.rows, len(segments), len(self.form.lengths)
+        rows, count, total = self.shape.rows, len(segments), len(self.shape.lengths)
         more = total - count  # segments of padding: a row each, the last one what is left
         lengths = np.array([*map(len, segments), *[1] * more])
         if more:
@@ -126,10 +145,10 @@ class Layout:
         starts = fields.starts
         starts[0] = 0
         np.cumsum(lengths, out=starts[1:])
-        assert starts[-1] == rows, f"{starts[-1]} rows are laid out in a form of {rows}"
+        assert starts[-1] == rows, f"{starts[-1]} rows are laid out in a shape of {rows}"
         numbers = np.repeat(np.arange(total), lengths)
         firsts = np.array([*(segment.position for segment in segments), *[0] * more])
-        skipped = np.array([*(seat.skipped for seat in seats), *[0] * more])
+        skipped = np.array([*(its_pages.skipped for its_pages in pages), *[0] * more])
         tokens = list(chain.from_iterable(segment.tokens for segment in segments))
         fields.tokens[: len(tokens)] = np.maximum(tokens, 0) if tokens else 0  # those still to be drawn come later
         fields.tokens[len(tokens) :] = 0
@@ -137,23 +156,24 @@ class Layout:
         fields.row_positions[:] = firsts[numbers] + np.arange(rows) - starts[numbers]
         fields.row_places[:] = fields.row_positions - skipped[numbers] * PAGE
         fields.slots[:] = [*(segment.slot for segment in segments), *[self._scratch_slot] * more]
-        fields.tables[count:, 0] = self._scratch_page
-        for table, seat in zip(fields.tables, seats, strict=False):
-            table[: len(seat.places)] = seat.places
-        if self.form.notes:
-            noted = [None if seat.noted is None else (seat.noted, seat.table) for seat in seats]
+        for group, tables in enumerate(fields.tables):
+            tables[count:, : -(-rows // PAGE)] = self._scratch_page
+            for table, its_pages in zip(tables, pages, strict=False):
+                table[: its_pages.places.shape[1]] = its_pages.places[group]
+        if self.shape.notes:
+            noted = [None if its_pages.noted is None else (its_pages.noted, its_pages.table) for its_pages in pages]
             fields.noted[:] = np.array([pair or (0, self._scratch_slot) for pair in (*noted, *[None] * more)]).T
 
-    def take_drawn(self, ahead: Ahead) -> None:
+    def take_pending(self, pending: PendingTokens) -> None:
         """Tokens that were drawn on the device are put in there, without a stop at the host. Where none could be drawn
         any will do: what comes of it is thrown away."""
-        count = len(ahead.rows)
-        if ahead.rows == tuple(range(count)) and ahead.sources == ahead.rows:
-            torch.maximum(ahead.tokens[:count], ZERO, out=self.tokens[:count])  # one launch, the new type included
+        count = len(pending.rows)
+        if pending.rows == tuple(range(count)) and pending.sources == pending.rows:
+            torch.maximum(pending.tokens[:count], ZERO, out=self.tokens[:count])  # one launch, the new type included
         else:
-            device = ahead.tokens.device
-            drawn = ahead.tokens[torch.tensor(ahead.sources, device=device)]
-            self.tokens[torch.tensor(ahead.rows, device=device)] = drawn.clamp(min=0).int()
+            device = pending.tokens.device
+            drawn = pending.tokens[torch.tensor(pending.sources, device=device)]
+            self.tokens[torch.tensor(pending.rows, device=device)] = drawn.clamp(min=0).int()
 
 
 def round_up(count: int) -> int:
@@ -164,12 +184,33 @@ def round_up(count: int) -> int:
     return size
 
 
-def round_width(pages: int) -> int:
-    """Page-table widths in powers of four from 16: few graphs, and short contexts do not pay for long ones."""
+def round_width(pages: int, widest: int = 0, rows: int = 1) -> int:
+    """Page-table widths in powers of four from 16: few graphs, and short contexts do not pay for long ones. Where it is
+    known how wide tables become, only widths for which attention is cut up in another way, and then the widest."""
     width = 16
     while width < pages:
         width *= 4
-    return width
+    if pages > widest:
+        return width
+    return min(width, widest) if width * rows <= NARROW else widest
+
+
+def chunk_shape(rows: int, widest: int, groups: int = 1) -> GraphShape:
+    """Of the recorded chunk that serves so many rows. One width serves all: among many rows what is idle in attention
+    does not count."""
+    rows = next(size for size in CHUNKS if size >= rows)
+    return GraphShape((rows, 0), rows, widest, rewindable=False, notes=False, groups=groups)
+
+
+def recorded_shapes(slots: int, widest: int, chunk: int, groups: int = 1) -> list[GraphShape]:
+    """What a stage records before its first request: decode rows over every width, and chunks of up to `chunk` rows."""
+    counts = [rows for rows in range(1, round_up(slots) + 1) if rows == round_up(rows)]
+    pages = (1, min(64, widest), widest)
+    sizes = dict.fromkeys((rows, round_width(count, widest, rows)) for rows in counts for count in pages)
+    decode = [GraphShape((1,) * rows, rows, width, False, notes=False, groups=groups) for rows, width in sizes]
+    longest = min(max(chunk, 2), LONGEST_CHUNK)
+    chunks = dict.fromkeys(chunk_shape(rows, widest, groups) for rows in (*CHUNKS, longest) if rows <= longest)
+    return [*decode, *chunks]
 
 
 def _aligned(size: int) -> int:

@@ -1,4 +1,4 @@
-"""What stands in line for one stage, and the thread that works it off.
+"""The queue of one stage, and the thread that works it off.
 
 Steps and calls leave a line in the order in which they came. A step is one batch: it waits for the stage before.
 """
@@ -30,16 +30,22 @@ class Step:
     before: Future[StageOutput] | None  # from the stage before, None at the first
     after: Future[StageOutput]
 
-    def settle(self, run: Callable[[Batch, torch.Tensor | None], StageOutput]) -> None:
-        """Wait for the stage before, run, and hand on."""
+    def complete(self, run: Callable[[Batch, torch.Tensor | None], StageOutput]) -> None:
+        """Wait for the stage before, run, and hand the output on."""
         try:
             earlier = self.before.result() if self.before is not None else None
             output = run(self.batch, earlier.hidden if earlier is not None else None)
-            if earlier is not None and earlier.skipping:
-                output = replace(output, skipping=earlier.skipping | output.skipping)
-            self.after.set_result(output)
+            self.after.set_result(output if earlier is None else _with_earlier(output, earlier))
         except BaseException as error:
             self.after.set_exception(error)
+
+
+def _with_earlier(output: StageOutput, earlier: StageOutput) -> StageOutput:
+    """What the last stage says for all of them."""
+    if not earlier.skipping and not earlier.features:
+        return output
+    skipping, features = earlier.skipping | output.skipping, earlier.features + output.features
+    return replace(output, skipping=skipping, features=features)
 
 
 class Line(Protocol):
@@ -52,17 +58,13 @@ def line_for(stage: Stage) -> Line:
     return SendingLine(stage) if isinstance(stage, Sending) else WorkingLine(stage)
 
 
-class WorkingLine:
-    """Of a stage in this process: its thread runs everything."""
+class CallLine:
+    """Calls, which a thread of its own makes in order."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
+    def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"stage {stage.span}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    def enter(self, step: Step) -> None:
-        self._work.put(lambda: step.settle(self._stage.forward))
 
     def post(self, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -78,8 +80,20 @@ class WorkingLine:
             work()
 
 
+class WorkingLine(CallLine):
+    """Of a stage in this process: its thread runs everything."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        super().__init__(f"stage {stage.span}")
+
+    def enter(self, step: Step) -> None:
+        self._work.put(lambda: step.complete(self._stage.forward))
+
+
 class SendingLine:
-    """Of a stage elsewhere: a step is sent by whoever completes what it waits for, the thread only takes answers.
+    """Of a stage elsewhere: a step is sent by the thread that completes the stage before; this line's own thread only
+    takes answers.
 
     So the other end has its next batch before the last one's answer has been looked at, and does not wait for a thread
     here to wake up.
@@ -140,7 +154,7 @@ class SendingLine:
             self._changed.wait_for(self._has_work)
             if self._sent:
                 step, answer = self._sent.popleft()
-                return lambda: step.settle(lambda *_: _result(answer))
+                return lambda: step.complete(lambda *_: _result(answer))
             call = self._waiting[0]
         assert not isinstance(call, Step), "the line's thread is woken for answers and calls"
         return partial(self._call, call) if call is not None else None

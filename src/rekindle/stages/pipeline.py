@@ -3,38 +3,62 @@
 With one stage everything runs in the caller's thread. With several, each has a worker thread with a line of its own:
 a batch enters the line of the next stage when the stage before it is done, so the stages work on different batches at
 the same time. State verbs stand in the same lines, so each stage meets them at the same point of its work: a capture
-that was asked for between two chunks sees every stage between these two chunks.
+that was asked for between two chunks sees every stage between these two chunks. A drafter that reads the target's
+features stands behind the last stage in the same way. No answer needs it, so its fault ends drafting and no
+request.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from rekindle.batch import Batch
+from rekindle.batch import Ask, Batch
 from rekindle.errors import RekindleError, StageLost
-from rekindle.snapshots.types import Part
+from rekindle.snapshots.types import Part, StateHolder
 from rekindle.spec import Span
-from rekindle.stages.lines import Step, line_for
-from rekindle.stages.types import Ahead, InProcess, PageCount, Recoverable, Stage, StageOutput, TwoPhaseRestore
+from rekindle.stages.lines import CallLine, Line, Step, line_for
+from rekindle.stages.types import (
+    FeatureReader,
+    InProcess,
+    PageCount,
+    PendingTokens,
+    Recoverable,
+    Stage,
+    StageOutput,
+    TwoPhaseRestore,
+)
+
+log = logging.getLogger("rekindle.stages")
 
 T = TypeVar("T")
 
 
 class Pipeline:
-    def __init__(self, stages: Sequence[Stage], take_in: Callable[[Span, RekindleError], Stage] | None = None) -> None:
-        """take_in: another stage for a span whose own stays away, for the reason given; or raises StageLost."""
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        replace_stage: Callable[[Span, RekindleError], Stage] | None = None,
+        drafter: FeatureReader | None = None,
+    ) -> None:
+        """replace_stage: loads another stage for a span whose own cannot be brought back, given the error; or raises
+        StageLost."""
         _check_tiling([stage.span for stage in stages])
         self.stages = tuple(stages)
-        self._take_in = take_in
+        self.drafter = drafter  # None from its first fault on
+        self.drafter_fault: str | None = None  # in words
+        self._replace_stage = replace_stage
         self._lines = [line_for(stage) for stage in stages] if len(stages) > 1 else []
+        self._drafter_line = CallLine("drafter") if self._lines and drafter is not None else None
 
     @property
     def depth(self) -> int:
@@ -57,10 +81,10 @@ class Pipeline:
                 counts.update(stage.work())
         return counts
 
-    def settle(self) -> None:
-        """Behind all that is in line: each stage of this process finishes its expert swaps, and what it has found out
+    def poll_experts(self) -> None:
+        """After all that is in line: each stage of this process finishes its expert swaps, and what it has found out
         about its last forwards is raised."""
-        self._on_all(_settle)
+        self._on_all(_poll_experts)
 
     @property
     def elsewhere(self) -> list[str]:
@@ -68,9 +92,14 @@ class Pipeline:
         return [f"layers {stage.span}" for stage in self.stages if not isinstance(stage, InProcess)]
 
     @property
-    def run_ahead(self) -> int:
+    def async_steps(self) -> int:
         """Steps that may be handed over before the last one's tokens are known: what keeps a GPU without gaps."""
         return int(len(self.stages) == 1 and self.stages[0].device.startswith("cuda"))
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether every stage computes on a CPU, of this machine or another."""
+        return all(stage.device.rstrip(")").endswith("cpu") for stage in self.stages)
 
     @property
     def logits_device(self) -> torch.device:
@@ -78,27 +107,55 @@ class Pipeline:
         device = self.stages[-1].device
         return torch.device(device if device.startswith("cuda") else "cpu")
 
-    def forward(self, batch: Batch, ahead: Ahead | None = None) -> Future[StageOutput]:
+    def forward(self, batch: Batch, pending: PendingTokens | None = None) -> Future[StageOutput]:
+        if (drafter := self.drafter) is not None and batch.feature_rows:
+            batch = replace(batch, taps=drafter.taps)
         if not self._lines:
-            return _done(lambda: self.stages[0].forward(batch, None, ahead))
-        assert ahead is None, "only a pipeline of one stage runs ahead"
+            return _done(lambda: self._read(batch, self.stages[0].forward(batch, None, pending)))
+        assert pending is None, "only a pipeline of one stage runs ahead"
         # It stands in every line at once, so that the order in all lines is the order of the calls.
         before: Future[StageOutput] | None = None
         for line in self._lines:
             after: Future[StageOutput] = Future()
             line.enter(Step(batch, before, after))
             before = after
-        return after
+        return (
+            after if self._drafter_line is None else self._drafter_line.post(lambda: self._read(batch, after.result()))
+        )
+
+    def _read(self, batch: Batch, output: StageOutput) -> StageOutput:
+        if (drafter := self.drafter) is not None:
+            self._drafted(lambda: drafter.read(batch, output.features), None)
+        return replace(output, features=()) if output.features else output
+
+    def propose(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+        """What the drafter proposes, for all of them in one pass; nothing once it has failed. Nothing of these slots is
+        in flight, so their state is read by a capture at most; in line it would wait for the batches of others."""
+        nothing: list[tuple[int, ...]] = [()] * len(asks)
+        drafter = self.drafter
+        return nothing if drafter is None else self._drafted(lambda: drafter.propose(asks), nothing)
+
+    def _drafted(self, call: Callable[[], T], instead: T) -> T:
+        """What the drafter answers. After a fault its state is not known, so the pipeline does without it."""
+        try:
+            return call()
+        except Exception as error:
+            if self.drafter is not None:
+                log.exception("the drafter failed and drafts no more until the next start; answers go on without it")
+            self.drafter_fault = f"the drafter failed with {type(error).__name__}, the log says where"
+            self.drafter = None
+            return instead
 
     def open(self, slot: int) -> None:
-        self._on_all(lambda stage: stage.open(slot))
+        self._on_all(lambda holder: holder.open(slot))
 
     def close(self, slot: int) -> None:
-        self._on_all(lambda stage: _close(stage, slot))
+        self._on_all(lambda holder: _close(holder, slot))
 
     def capture(self, slot: int) -> Future[tuple[Part, ...]]:
-        """The parts of all stages, in layer order. Taken where it stands in line; the result may come later."""
-        futures = self._post_all(lambda stage: stage.capture(slot))
+        """The parts of all stages, in layer order, and the drafter's, if it has one. Taken where it stands in line; the
+        result may come later."""
+        futures = self._post_all(lambda holder: self._captured(holder, slot))
         result: Future[tuple[Part, ...]] = Future()
 
         def gather() -> None:
@@ -110,17 +167,22 @@ class Pipeline:
         _when_all_done(futures, gather)
         return result
 
+    def _captured(self, holder: StateHolder, slot: int) -> Sequence[Part]:
+        if any(holder is stage for stage in self.stages):
+            return holder.capture(slot)
+        return () if self.drafter is None else self._drafted(lambda: holder.capture(slot), ())
+
     def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
         """All stages take their layers, or none does: first each one checks, then each one adopts."""
-        if error := _first_error(self._post_all(lambda stage: _prepare(stage, slot, position, parts))):
-            self._on_all(lambda stage: _abort(stage, slot))
+        if error := _first_error(self._post_all(lambda holder: _prepare(holder, slot, position, parts))):
+            self._on_all(lambda holder: _abort(holder, slot))
             raise error
-        if error := _first_error(self._post_all(lambda stage: _commit(stage, slot, position, parts))):
+        if error := _first_error(self._post_all(lambda holder: _commit(holder, slot, position, parts))):
             self.close(slot)
             raise error
 
     def rewind(self, slot: int, position: int) -> None:
-        self._on_all(lambda stage: stage.rewind(slot, position))
+        self._on_all(lambda holder: holder.rewind(slot, position))
 
     def recover(self) -> None:
         """Bring lost stages back, empty, or have another take their span; raises StageLost if neither can be.
@@ -128,8 +190,9 @@ class Pipeline:
         It also raises where no stage says that it is lost: then whatever failed would fail again, for ever.
         First everything in line comes to its end, so that nothing meant for the lost state meets the new one.
         """
-        for line in self._lines:
-            line.post(lambda: None).result()
+        for line in (*self._lines, self._drafter_line):
+            if line is not None:
+                line.post(lambda: None).result()
         lost = [(i, s) for i, s in enumerate(self.stages) if isinstance(s, Recoverable) and s.lost is not None]
         if not lost:
             raise StageLost("no stage says that it is lost, so there is none to start again")
@@ -140,9 +203,9 @@ class Pipeline:
         try:
             stage.recover()
         except RekindleError as error:
-            if self._take_in is None:
+            if self._replace_stage is None:
                 raise
-            self._replace(index, self._take_in(self.stages[index].span, error))
+            self._replace(index, self._replace_stage(self.stages[index].span, error))
 
     def _replace(self, index: int, stage: Stage) -> None:
         old = self.stages[index]
@@ -154,49 +217,56 @@ class Pipeline:
         old.stop()
 
     def stop(self) -> None:
-        for line in self._lines:
-            line.stop()
+        for line in (*self._lines, self._drafter_line):
+            if line is not None:
+                line.stop()
         for stage in self.stages:
             stage.stop()
 
-    def _post_all(self, verb: Callable[[Stage], T]) -> list[Future[T]]:
-        if not self._lines:
-            return [_done(lambda: verb(self.stages[0]))]
-        return [line.post(partial(verb, stage)) for line, stage in zip(self._lines, self.stages, strict=True)]
+    def _post_all(self, verb: Callable[[StateHolder], T]) -> list[Future[T]]:
+        """The drafter's answer is the last."""
+        lines: list[Line | CallLine] = [*self._lines]
+        holders: list[StateHolder] = [*self.stages]
+        if (drafter := self.drafter) is not None:
+            holders.append(drafter)
+            lines += [self._drafter_line] if self._drafter_line is not None else []
+        if not lines:
+            return [_done(partial(verb, holder)) for holder in holders]
+        return [line.post(partial(verb, holder)) for line, holder in zip(lines, holders, strict=True)]
 
-    def _on_all(self, verb: Callable[[Stage], None]) -> None:
+    def _on_all(self, verb: Callable[[StateHolder], None]) -> None:
         for future in self._post_all(verb):
             future.result()
 
 
-def _settle(stage: Stage) -> None:
-    if isinstance(stage, InProcess):
-        stage.settle()
+def _poll_experts(holder: StateHolder) -> None:
+    if isinstance(holder, InProcess):
+        holder.poll_experts()
 
 
-def _close(stage: Stage, slot: int) -> None:
+def _close(holder: StateHolder, slot: int) -> None:
     """A lost stage holds no slots, so there is nothing to close."""
     with suppress(StageLost):
-        stage.close(slot)
+        holder.close(slot)
 
 
-def _prepare(stage: Stage, slot: int, position: int, parts: Sequence[Part]) -> None:
-    if isinstance(stage, TwoPhaseRestore):
-        stage.prepare_restore(slot, position, parts)
+def _prepare(holder: StateHolder, slot: int, position: int, parts: Sequence[Part]) -> None:
+    if isinstance(holder, TwoPhaseRestore):
+        holder.prepare_restore(slot, position, parts)
 
 
-def _commit(stage: Stage, slot: int, position: int, parts: Sequence[Part]) -> None:
-    if isinstance(stage, TwoPhaseRestore):
-        stage.commit_restore(slot)
+def _commit(holder: StateHolder, slot: int, position: int, parts: Sequence[Part]) -> None:
+    if isinstance(holder, TwoPhaseRestore):
+        holder.commit_restore(slot)
     else:
-        stage.restore(slot, position, parts)
+        holder.restore(slot, position, parts)
 
 
-def _abort(stage: Stage, slot: int) -> None:
+def _abort(holder: StateHolder, slot: int) -> None:
     """A lost stage holds nothing that was prepared."""
-    if isinstance(stage, TwoPhaseRestore):
+    if isinstance(holder, TwoPhaseRestore):
         with suppress(StageLost):
-            stage.abort_restore(slot)
+            holder.abort_restore(slot)
 
 
 def _first_error(futures: Sequence[Future[T]]) -> BaseException | None:

@@ -9,18 +9,23 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from rekindle.batch import Batch
+from rekindle.batch import Ask, Batch
 from rekindle.snapshots.types import Part, StateHolder
 from rekindle.spec import Span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ahead:
+class PendingTokens:
     """Tokens that a step before drew on the device: row rows[i] of the batch takes tokens[sources[i]]."""
 
     tokens: torch.Tensor  # int64, on the device of the last stage
     rows: tuple[int, ...]
     sources: tuple[int, ...]
+
+    def of_rows(self, rows: range) -> PendingTokens | None:
+        """Those of a portion of the batch, whose rows are counted from its first."""
+        pairs = [(row - rows.start, source) for row, source in zip(self.rows, self.sources, strict=True) if row in rows]
+        return PendingTokens(self.tokens, *map(tuple, zip(*pairs, strict=True))) if pairs else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,7 @@ class StageOutput:
     logits: torch.Tensor | None  # [batch.logit_rows, vocab] float32, None from all but the last
     skipping: frozenset[int] = frozenset()  # slots whose rows left out pages (sparse mode): approximations
     scores: torch.Tensor | None = None  # [batch.scored_rows, …] float32, beside the logits (scores.py)
+    features: tuple[torch.Tensor, ...] = ()  # [batch.feature_rows, hidden] of every tap of the stages so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class InProcess(Protocol):
         """Since the start, by "kind:how": step, experts, swaps, pages."""
         ...
 
-    def settle(self) -> None:
+    def poll_experts(self) -> None:
         """Between forwards: finishes the expert swaps under way, and raises what has become known of the last forwards,
         such as CPU threads that are lost."""
         ...
@@ -73,7 +79,7 @@ class TwoPhaseRestore(Protocol):
 
     `prepare_restore` raises if the parts do not fit, and leaves the slot as it is either way. `commit_restore` adopts
     what was prepared and has no reason left to fail but the loss of the stage. `abort_restore` drops it; without a
-    prepared restore it does nothing, so whoever aborts need not know how far each stage came.
+    prepared restore it does nothing, so the caller need not know how far each stage came.
     """
 
     def prepare_restore(self, slot: int, position: int, parts: Sequence[Part]) -> None: ...
@@ -90,9 +96,37 @@ class Stage(StateHolder, Protocol):
     def slots(self) -> int: ...
     @property
     def device(self) -> str: ...
-    def forward(self, batch: Batch, hidden: torch.Tensor | None, ahead: Ahead | None = None) -> StageOutput: ...
+    def forward(
+        self, batch: Batch, hidden: torch.Tensor | None, pending: PendingTokens | None = None
+    ) -> StageOutput: ...
     def pages(self) -> PageCount: ...
     def stop(self) -> None: ...
+
+
+class FeatureReader(StateHolder, TwoPhaseRestore, Protocol):
+    """A drafter with a state of its own for every slot, which it computes from features of the target's layers."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers, ascending."""
+        ...
+
+    @property
+    def reach(self) -> int:
+        """Positions before a block of which it reads features at most."""
+        ...
+
+    def read(self, batch: Batch, features: Sequence[torch.Tensor]) -> None:
+        """The stages have run the batch; features: [batch.feature_rows, hidden] of every tap."""
+        ...
+
+    def propose(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+        """Tokens that may follow, for each; perhaps while it reads features of other slots."""
+        ...
+
+    def context(self, slot: int) -> range:
+        """The positions that it knows features of."""
+        ...
 
 
 class UnderWay(Protocol):

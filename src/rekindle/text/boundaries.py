@@ -15,13 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from rekindle.errors import BadRequest
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
 from rekindle.text.tokenizer import Tokenizer
-
-LATTICE = 2048  # tokens between the points inside a very long message
 
 # Role-start tokens of known families, for prompts that come as tokens, without a template to ask.
 KNOWN_ROLE_STARTS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|turn>", "<|start|>")
@@ -40,7 +37,6 @@ _PRECEDENCE = (
     BoundaryKind.MARK,
     BoundaryKind.MESSAGE,
     BoundaryKind.TOOL,
-    BoundaryKind.LATTICE,
 )
 
 
@@ -83,7 +79,6 @@ def tool_opener_ids(tokenizer: Tokenizer) -> frozenset[int]:
 def boundaries_of_tokens(
     tokens: Sequence[int],
     tokenizer: Tokenizer,
-    lattice: int = LATTICE,
     role_starts: RoleStarts | None = None,
 ) -> Prompt:
     """A prompt that came as tokens: every special token in it counts as real."""
@@ -94,7 +89,7 @@ def boundaries_of_tokens(
     opened = tuple(i for i, token in enumerate(tokens) if token in openers)
     begins_with_system = bool(starts) and _role_is(tokens, starts[0], roles, tokenizer, SYSTEM_ROLES)
     structure = Structure(starts, 1 if begins_with_system else None, opened)
-    return with_boundaries(tokens, structure, roles, tokenizer, lattice)
+    return with_boundaries(tokens, structure, roles, tokenizer)
 
 
 def before_last_message(prompt: Prompt, roles: RoleStarts) -> Prompt | None:
@@ -107,16 +102,16 @@ def before_last_message(prompt: Prompt, roles: RoleStarts) -> Prompt | None:
 
 
 def _check_ids(tokens: Sequence[int], tokenizer: Tokenizer) -> None:
+    size = tokenizer.vocab_size
+    if tokens and min(tokens) >= 0 and max(tokens) < size:
+        return  # found without a look at each, of which there may be a hundred thousand
     for i, token in enumerate(tokens):
-        if not 0 <= token < tokenizer.vocab_size:
-            raise BadRequest(f"prompt[{i}] is {token}, the vocabulary has {tokenizer.vocab_size} tokens", "prompt")
+        if not 0 <= token < size:
+            raise BadRequest(f"prompt[{i}] is {token}, the vocabulary has {size} tokens", "prompt")
 
 
-def with_boundaries(
-    tokens: Sequence[int], structure: Structure, roles: RoleStarts, tokenizer: Tokenizer, lattice: int
-) -> Prompt:
+def with_boundaries(tokens: Sequence[int], structure: Structure, roles: RoleStarts, tokenizer: Tokenizer) -> Prompt:
     """The prompt with every boundary its structure gives."""
-    assert lattice > 0, "a lattice needs a distance"
     end = len(tokens)
     messages = [roles.boundary_at(i) for i in structure.starts[1:]]
     kinds: dict[int, set[BoundaryKind]] = {}
@@ -131,22 +126,9 @@ def with_boundaries(
         add([roles.boundary_at(structure.starts[structure.system])], BoundaryKind.SYSTEM)
     add(structure.marks, BoundaryKind.MARK)
     add(_tool_positions(tokens, structure, roles, tokenizer), BoundaryKind.TOOL)
-    add(_lattice_points([0, *messages, end], lattice), BoundaryKind.LATTICE)
     add([end], BoundaryKind.END)
     boundaries = (Boundary(at, next(k for k in _PRECEDENCE if k in kinds[at])) for at in sorted(kinds))
-    return Prompt(tuple(tokens), tuple(boundaries))
-
-
-def _lattice_points(edges: Sequence[int], lattice: int) -> list[int]:
-    """Multiples of `lattice` strictly inside each stretch that is longer than `lattice`.
-
-    edges [0, 100, 5000], lattice 2048: the second stretch gets 2048 and 4096.
-    """
-    points: list[int] = []
-    for start, stop in pairwise(edges):
-        if stop - start > lattice:
-            points += range((start // lattice + 1) * lattice, stop, lattice)
-    return points
+    return Prompt(tuple(tokens), tuple(boundaries), tuple(sorted({at for at in structure.marks if 0 < at <= end})))
 
 
 def _tool_positions(tokens: Sequence[int], structure: Structure, roles: RoleStarts, tokenizer: Tokenizer) -> list[int]:

@@ -30,13 +30,13 @@ from blake3 import blake3
 
 from rekindle.text.tokenizer import Tokenizer
 
-BUDGET = 64 << 20  # bytes of remembered turns
+TURN_BUDGET = 64 << 20  # bytes of remembered turns
 PER_PREFIX = 8  # turns remembered behind the same tokens: several answers to one prompt, or retries
 
 # (tokens, longest) -> runs of at most `longest` tokens that are known to have followed exactly these, newest first.
 Continuations = Callable[[Sequence[int], int], Sequence[Sequence[int]]]
 
-Piece = tuple[str, int | None]  # a plain stretch of a rendered turn and the special token behind it
+Stretch = tuple[str, int | None]  # a plain stretch of a rendered turn and the special token behind it
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -104,13 +104,13 @@ class _Call:
 class TurnMemory:
     """What the model wrote, turn by turn. Bounded; safe to share between threads.
 
-    `seen` is asked where nothing is remembered, after a restart for instance: whoever holds state also holds the
-    tokens it was computed from.
+    `seen` is asked where nothing is remembered, after a restart for instance: the prefix cache has the tokens that its
+    states were computed from.
     """
 
     OVERHEAD = 200  # bytes of bookkeeping per remembered turn, roughly
 
-    def __init__(self, budget: int = BUDGET, seen: Continuations | None = None) -> None:
+    def __init__(self, budget: int = TURN_BUDGET, seen: Continuations | None = None) -> None:
         self._lock = threading.Lock()
         self._turns: _Lru[bytes, tuple[array[int], ...]] = _Lru(budget)
         self._calls: _Lru[str, _Call] = _Lru(budget // 4)
@@ -208,7 +208,7 @@ def _arguments(call: Any) -> dict[str, Any] | None:
     if isinstance(found, str):
         try:
             found = json.loads(found)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     return found if isinstance(found, dict) else None
 
@@ -230,28 +230,30 @@ class Recollection:
         self._trail = Trail()
         self._may_be_seen = True  # what was not seen up to here was not seen any further
 
-    def turn(self, before: Sequence[int], pieces: Sequence[Piece]) -> list[Recalled]:
-        """For the first pieces of the turn that follows `before`, what is remembered of each."""
+    def turn(self, before: Sequence[int], stretches: Sequence[Stretch]) -> list[Recalled]:
+        """For the first stretches of the turn that follows `before`, what is remembered of each."""
         name = self._trail.name(before)
         if turns := self._memory.recall(name):
-            return self._best(turns, pieces)[0]
+            return self._best(turns, stretches)[0]
         if not self._may_be_seen:
             return []
-        longest = sum(len(text.encode()) + 1 for text, _ in pieces)  # a token spells at least a byte
+        longest = sum(len(text.encode()) + 1 for text, _ in stretches)  # a token spells at least a byte
         runs = self._memory.seen(before, longest)
         self._may_be_seen = bool(runs)
-        best, run = self._best(runs, pieces)
+        best, run = self._best(runs, stretches)
         if best:
             self._memory.keep(name, run)  # sooner found the next time
         return best
 
-    def _best(self, turns: Sequence[Sequence[int]], pieces: Sequence[Piece]) -> tuple[list[Recalled], Sequence[int]]:
+    def _best(
+        self, turns: Sequence[Sequence[int]], stretches: Sequence[Stretch]
+    ) -> tuple[list[Recalled], Sequence[int]]:
         """What reaches furthest, and the turn it is from."""
         best: list[Recalled] = []
         chosen: Sequence[int] = ()
         for written in turns:
             for shape in _shapes(written, self._tokenizer):
-                found = align(shape, pieces, self._tokenizer)
+                found = align(shape, stretches, self._tokenizer)
                 if _extent(found) > _extent(best):
                     best, chosen = found, written
         return best, chosen
@@ -276,11 +278,11 @@ def _shapes(written: Sequence[int], tokenizer: Tokenizer) -> Iterator[Sequence[i
         stop += 1
 
 
-def align(written: Sequence[int], pieces: Sequence[Piece], tokenizer: Tokenizer) -> list[Recalled]:
+def align(written: Sequence[int], stretches: Sequence[Stretch], tokenizer: Tokenizer) -> list[Recalled]:
     """How far a rendered turn and written ids go together, from their start; nothing behind their first difference."""
     recalled: list[Recalled] = []
     at = 0
-    for text, special in pieces:
+    for text, special in stretches:
         found = _spelled(text, written, at, tokenizer)
         recalled.append(found)
         at += len(found.ids)

@@ -36,6 +36,16 @@ def normalise_messages(
     return normalised
 
 
+def sorted_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:
+    """Tools by name: clients name them in the order in which their servers happened to answer."""
+    return None if tools is None else sorted(tools, key=_tool_name)
+
+
+def _tool_name(tool: Mapping[str, Any]) -> str:
+    function = tool.get("function")
+    return str(function.get("name", "")) if isinstance(function, Mapping) else ""
+
+
 def _without(content: Any, beginnings: tuple[str, ...]) -> Any:
     if isinstance(content, str):
         lines = content.split("\n")

@@ -9,7 +9,8 @@ Instead the strings are changed before rendering, such that no special token can
 - in an assistant's content, markup the model may have written itself is left whole. Where it opens a tool call,
   `written` stands before it: a real token, but no boundary. Reasoning and tool-call arguments are not excepted: had the
   model written `</think>` or `</tool_call>` there as a token, they would have ended;
-- `here` and `next` stand behind text that the client marked with `cache_control`.
+- `here` and `next` stand behind text that the client marked with `cache_control`;
+- `begin` and `end` stand around a system message that is rendered as another (`late_system`).
 
 Sentinels are private-use characters that occur neither in the request nor in the template, in no spelling; they lie on
 the inner side of outer whitespace, so trimming works; they are removed before anything is encoded or shown.
@@ -37,24 +38,26 @@ _PRIVATE_ESCAPE = re.compile(r"\\u([ef][0-9a-f]{3})", re.IGNORECASE)  # as JSON 
 
 @dataclass(frozen=True, slots=True)
 class Sentinels:
-    """Four characters of one request."""
+    """Six characters of one request."""
 
     broken: str
     written: str
     here: str  # a mark at this place of the text
     next: str  # a mark at the start of the next message
+    begin: str  # of a system message that is rendered as another
+    end: str
 
     @classmethod
     def avoiding(cls, used: set[int]) -> Sentinels:
         free = (chr(code) for code in _PRIVATE if code not in used)
-        chosen = [character for _, character in zip(range(4), free, strict=False)]
-        if len(chosen) < 4:
+        chosen = [character for _, character in zip(range(6), free, strict=False)]
+        if len(chosen) < 6:
             raise BadRequest("the request uses every private-use character of Unicode", field="messages")
         return cls(*chosen)
 
     def pattern(self) -> re.Pattern[str]:
         """Any sentinel, raw or as JSON in ASCII spells it."""
-        each = (self.broken, self.written, self.here, self.next)
+        each = (self.broken, self.written, self.here, self.next, self.begin, self.end)
         return re.compile("|".join(rf"{s}|\\u(?i:{ord(s):04x})" for s in each))
 
     def meaning(self, found: str) -> str:
@@ -82,6 +85,24 @@ def strings_of(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from strings_of(item)
+
+
+MAX_DEPTH = 64  # levels of lists and objects in what clients send; JSON schemas of tools have a dozen
+
+
+def check_depth(value: Any, field: str) -> None:
+    """Templates, encoders and our own walks go down one call a level, so there must not be too many."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for container in level
+            if isinstance(container, dict | list)
+            for item in (container.values() if isinstance(container, dict) else container)
+        ]
+        if not level:
+            return
+    raise BadRequest(f"{field}: is nested more than {MAX_DEPTH} levels deep", field)
 
 
 def plain(value: Any, field: str) -> Any:

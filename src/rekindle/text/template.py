@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import jinja2
-import jinja2.ext
-from jinja2 import nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rekindle.errors import BadModelFile, BadRequest
 from rekindle.prompt import Prompt
 from rekindle.text.boundaries import (
     ASSISTANT_ROLES,
-    LATTICE,
     SYSTEM_ROLES,
     RoleStarts,
     Structure,
@@ -28,39 +20,78 @@ from rekindle.text.boundaries import (
     with_boundaries,
 )
 from rekindle.text.history import Recalled, Recollection, TurnMemory
-from rekindle.text.sentinels import Escaper, Sentinels, plain, private_codes, strings_of, without_cache_control
-from rekindle.text.tokenizer import Tokenizer, read_json
+from rekindle.text.late_system import LateSystem
+from rekindle.text.messages import readable, with_joined_parts
+from rekindle.text.pieces import UNLIMITED
+from rekindle.text.sandbox import Template, TemplateRefuses, TemplateStopped
+from rekindle.text.sentinels import (
+    Escaper,
+    Sentinels,
+    plain,
+    private_codes,
+    strings_of,
+    without_cache_control,
+)
+from rekindle.text.tokenizer import Tokenizer, read_json, read_text
 
 # What a probe conversation says; words that no template writes by itself.
 _PROBES = ("kwzsystem", "kwzfirst", "kwzsecond", "kwzthird")
+
+_CLOSING = "\n</think>\n\n"
+
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning, rising
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingTokens:
+    begin: int
+    end: int
+    close: tuple[int, ...]  # how thinking that is open is ended: `end` and the blanks around it
 
 
 class ChatTemplate:
     """One model's template, with what was learnt about it from probe conversations."""
 
-    def __init__(self, source: str, tokenizer: Tokenizer, lattice: int = LATTICE) -> None:
+    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
+        self.source = source
+        self.takes_tools = "tools" in source
+        self._knows_developers = "developer" in source
         self._tokenizer = tokenizer
-        self._lattice = lattice
-        self._template = _compile(source)
+        self._template = Template(source)
+        self._names = _names_in(source)
         special = [tokenizer.token_text(i) for i in sorted(tokenizer.special_ids)]
         self._reserved = private_codes([source, *special])
         self._special = special
         self._openers = tool_opener_ids(tokenizer)
         self._allowed = tokenizer.markup_ids - tokenizer.stop_ids
-        self.role_starts = self._find_role_starts()
+        self._late_system = LateSystem()
+        try:
+            self.role_starts = self._find_role_starts()
+            self._takes_parts = self._renders_parts()
+            self._late_system = self._probe_late_system()
+            self.efforts = self._accepted_efforts()
+            self.thinking_tokens = self._find_thinking_tokens()
+        except TemplateStopped as error:
+            raise BadModelFile(f"the chat template renders no conversation of a few words: {error}") from error
         self._allowed -= self.role_starts.ids
-        self._takes_parts = self._renders_parts()
+
+    def takes_option(self, name: str) -> bool:
+        """Whether the template reads an option of this name."""
+        return name in self._names
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], tokenizer: Tokenizer, lattice: int = LATTICE) -> ChatTemplate:
+    def from_gguf(cls, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate:
         source = metadata.get("tokenizer.chat_template")
-        if not source:
+        if not isinstance(source, str):
             raise BadModelFile("the file has no tokenizer.chat_template, so it cannot take messages")
-        return cls(str(source), tokenizer, lattice)
+        return cls(source, tokenizer)
 
     @classmethod
-    def from_folder(cls, path: str | Path, tokenizer: Tokenizer, lattice: int = LATTICE) -> ChatTemplate:
-        return cls(_folder_source(Path(path)), tokenizer, lattice)
+    def from_folder(cls, path: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
+        source = folder_template(Path(path))
+        if source is None:
+            raise BadModelFile(f"{path}: no chat_template.jinja and no chat_template in tokenizer_config.json")
+        return cls(source, tokenizer)
 
     def render(
         self,
@@ -79,20 +110,22 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         options: Mapping[str, Any],
+        limit: int = UNLIMITED,
     ) -> Prompt:
-        """As `render`, with the assistant's turns in the ids that the memory has for them. The text is the same."""
+        """As `render`, with the assistant's turns in the ids that the memory has for them. The text is the same.
+        Raises TooManyTokens as soon as there are more than `limit`."""
         request = self._prepare(messages, tools, options)
         text = self._run(request, request.messages, add_generation_prompt)
-        pieces = self._pieces(text, request.sentinels)
+        stretches = self._stretches(text, request.sentinels)
         recollection = Recollection(memory, self._tokenizer) if memory is not None else None
-        assembly = self._assemble(pieces, request.sentinels, recollection, add_generation_prompt)
+        assembly = self._assemble(stretches, request.sentinels, recollection, add_generation_prompt, limit)
         structure = Structure(
             starts=tuple(assembly.starts),
             system=self._count_system_starts(request, text),
             tool_openers=tuple(assembly.openers),
             marks=tuple(assembly.marks),
         )
-        return with_boundaries(assembly.tokens, structure, self.role_starts, self._tokenizer, self._lattice)
+        return with_boundaries(assembly.tokens, structure, self.role_starts, self._tokenizer)
 
     def render_text(
         self,
@@ -116,15 +149,22 @@ class ChatTemplate:
     ) -> _Request:
         if reserved := {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & options.keys():
             raise BadRequest(f"{sorted(reserved)} cannot be template options", field="chat_template_kwargs")
-        said = [_readable(message, i) for i, message in enumerate(plain(list(messages), "messages"))]
+        said = [self._readable(message, i) for i, message in enumerate(plain(list(messages), "messages"))]
         shown = [without_cache_control(tool) for tool in plain(list(tools), "tools")] if tools else None
         chosen = plain(options, "chat_template_kwargs")
         marks = Sentinels.avoiding(self._reserved | private_codes(strings_of([said, shown, chosen])))
         escaper = Escaper(self._special, self._texts(self._allowed), self._texts(self._openers), marks)
         escaped = [escaper.message(message) for message in said]
         if not self._takes_parts:
-            escaped = [_joined(message, i) for i, message in enumerate(escaped)]
+            escaped = [with_joined_parts(message, i) for i, message in enumerate(escaped)]
+        escaped = self._late_system.place(escaped, marks)
         return _Request(escaped, escaper.tool(shown), escaper.compared(chosen), marks)
+
+    def _readable(self, message: Any, index: int) -> dict[str, Any]:
+        """A developer is the system to a template that knows none."""
+        found = readable(message, index)
+        is_strange = found["role"] == "developer" and not self._knows_developers
+        return found | {"role": "system"} if is_strange else found
 
     def _texts(self, ids: frozenset[int]) -> list[str]:
         return [self._tokenizer.token_text(i) for i in ids]
@@ -132,81 +172,103 @@ class ChatTemplate:
     def _run(self, request: _Request, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         tokenizer = self._tokenizer
         try:
-            return self._template.render(
-                messages=messages,
-                tools=request.tools,
-                add_generation_prompt=add_generation_prompt,
-                bos_token=tokenizer.token_text(tokenizer.bos_id) if tokenizer.bos_id is not None else "",
-                eos_token=tokenizer.token_text(tokenizer.eos_id) if tokenizer.eos_id is not None else "",
-                **request.options,
+            text = self._template.render(
+                {
+                    "messages": messages,
+                    "tools": request.tools,
+                    "add_generation_prompt": add_generation_prompt,
+                    "bos_token": tokenizer.token_text(tokenizer.bos_id) if tokenizer.bos_id is not None else "",
+                    "eos_token": tokenizer.token_text(tokenizer.eos_id) if tokenizer.eos_id is not None else "",
+                    **request.options,
+                }
             )
-        except Exception as error:  # the model's own code met a request it was not written for: any type is possible
+            return self._late_system.written(text, request.sentinels)
+        except TemplateRefuses as error:
             reason = request.sentinels.pattern().sub("", str(error))
-            raise BadRequest(f"the model's chat template refuses these messages: {reason}", "messages") from error
+            said = f"the model's chat template refuses these messages: {reason}"
+            raise type(error)(said, "messages") from error
+
+    def _run_if_taken(self, request: _Request, messages: list[dict[str, Any]]) -> str | None:
+        """The text of a conversation that need not be one for this template."""
+        try:
+            return self._run(request, messages, add_generation_prompt=False)
+        except TemplateStopped:
+            raise
+        except TemplateRefuses:
+            return None
 
     # -- from text to tokens -------------------------------------------------------------------------------------------
 
-    def _pieces(self, text: str, sentinels: Sentinels) -> list[_Piece]:
+    def _stretches(self, text: str, sentinels: Sentinels) -> list[_Stretch]:
         """Special tokens in the rendered text are real: none can be read out of a client's string."""
         split = self._tokenizer.split_special(text)
-        return [_Piece(*_take_out(stretch, sentinels), special) for stretch, special in split]
+        return [_Stretch(*_take_out(plain_text, sentinels), special) for plain_text, special in split]
 
     def _assemble(
-        self, pieces: Sequence[_Piece], sentinels: Sentinels, recollection: Recollection | None, is_asking: bool
+        self,
+        stretches: Sequence[_Stretch],
+        sentinels: Sentinels,
+        recollection: Recollection | None,
+        is_asking: bool,
+        limit: int,
     ) -> _Assembly:
-        """The tokens. `is_asking`: the last turn is the generation prompt, which nobody has written yet."""
+        """The tokens. `is_asking`: the last turn is the generation prompt, for which no written ids exist."""
         assembly = _Assembly([], [], [], [])
         tokens = assembly.tokens
-        if self._tokenizer.add_bos and (pieces[0].text or pieces[0].special != self._tokenizer.bos_id):
+        if self._tokenizer.add_bos and (stretches[0].text or stretches[0].special != self._tokenizer.bos_id):
             assert self._tokenizer.bos_id is not None, "add_bos without a bos"
             tokens.append(self._tokenizer.bos_id)
         recalled: dict[int, Recalled] = {}
         mark_next = False
-        for i, piece in enumerate(pieces):
-            marks = [at for at, mark in piece.found if mark == sentinels.here]
-            ids, positions = self._encode_marked(piece.text, marks, recalled.get(i))
+        for i, stretch in enumerate(stretches):
+            marks = [at for at, mark in stretch.found if mark == sentinels.here]
+            ids, positions = self._encode_marked(stretch.text, marks, recalled.get(i), limit - len(tokens))
             assembly.marks.extend(len(tokens) + position for position in positions)
             tokens += ids
-            mark_next |= any(mark == sentinels.next for _, mark in piece.found)
-            if piece.special is None:
+            mark_next |= any(mark == sentinels.next for _, mark in stretch.found)
+            if stretch.special is None:
                 break
-            is_start = piece.special in self.role_starts.ids
+            is_start = stretch.special in self.role_starts.ids
             if is_start:
                 if mark_next:
                     assembly.marks.append(self.role_starts.boundary_at(len(tokens)))
                 mark_next = False
                 assembly.starts.append(len(tokens))
-            elif piece.special in self._openers and (len(piece.text), sentinels.written) not in piece.found:
+            elif stretch.special in self._openers and (len(stretch.text), sentinels.written) not in stretch.found:
                 assembly.openers.append(len(tokens))
-            tokens.append(piece.special)
+            tokens.append(stretch.special)
             if is_start and recollection is not None:
-                turn = self._assistant_turn(pieces, i, is_asking)
+                turn = self._assistant_turn(stretches, i, is_asking)
                 recalled.update(enumerate(recollection.turn(tokens, turn), start=i + 1) if turn else ())
         return assembly
 
-    def _assistant_turn(self, pieces: Sequence[_Piece], start: int, is_asking: bool) -> list[tuple[str, int | None]]:
-        """The pieces of the turn that begins behind piece `start`; none if the assistant did not write it."""
-        speaker = self._tokenizer.token_text(pieces[start].special or 0)
+    def _assistant_turn(
+        self, stretches: Sequence[_Stretch], start: int, is_asking: bool
+    ) -> list[tuple[str, int | None]]:
+        """The stretches of the turn that begins after stretch `start`; none if the assistant did not write it."""
+        speaker = self._tokenizer.token_text(stretches[start].special or 0)
         if self.role_starts.behind:
-            is_assistant = pieces[start + 1].text.startswith(ASSISTANT_ROLES)
+            is_assistant = stretches[start + 1].text.startswith(ASSISTANT_ROLES)
         else:
             is_assistant = any(word in speaker for word in ASSISTANT_ROLES)
         if not is_assistant:
             return []
         turn = []
-        for piece in pieces[start + 1 :]:
-            turn.append((piece.text, piece.special))
-            if piece.special in self.role_starts.ids:
+        for stretch in stretches[start + 1 :]:
+            turn.append((stretch.text, stretch.special))
+            if stretch.special in self.role_starts.ids:
                 return turn
         return [] if is_asking else turn
 
-    def _encode_marked(self, text: str, marks: list[int], recalled: Recalled | None) -> tuple[list[int], list[int]]:
+    def _encode_marked(
+        self, text: str, marks: list[int], recalled: Recalled | None, limit: int
+    ) -> tuple[list[int], list[int]]:
         """Ids of the text, and for each marked character position how many of them end before it or there."""
         if recalled is None and not marks:
-            return self._tokenizer.encode(text), []
+            return self._tokenizer.encode(text, limit), []
         ids, ends = (list(recalled.ids), list(recalled.ends)) if recalled is not None else ([], [])
         cut = ends[-1] if ends else 0
-        rest, rest_ends = self._tokenizer.encode_with_ends(text[cut:])
+        rest, rest_ends = self._tokenizer.encode_with_ends(text[cut:], limit - len(ids))
         ends += (cut + end for end in rest_ends)
         return ids + rest, [bisect_right(ends, mark) for mark in marks]
 
@@ -219,9 +281,8 @@ class ChatTemplate:
         count = next((i for i, m in enumerate(request.messages) if m.get("role") not in SYSTEM_ROLES), None)
         if count is None:
             return None
-        try:
-            other = self._run(request, [*request.messages[:count], {"role": "user", "content": "x"}], False)
-        except BadRequest:  # a template that accepts no such conversation has no shared opening to find
+        other = self._run_if_taken(request, [*request.messages[:count], {"role": "user", "content": "x"}])
+        if other is None:  # a template that accepts no such conversation has no shared opening to find
             return None
         ends = self._start_ends(other)
         shared = len(ends) > 1 and text[: ends[-1]] == other[: ends[-1]]
@@ -263,9 +324,8 @@ class ChatTemplate:
         words = _PROBES[-len(roles) :]
         messages = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
         request = _Request(messages, None, {}, Sentinels.avoiding(self._reserved))
-        try:
-            rest = self._run(request, messages, add_generation_prompt=False)
-        except BadRequest:
+        rest = self._run_if_taken(request, messages)
+        if rest is None:
             return None
         gaps = []
         for word in words:
@@ -282,12 +342,39 @@ class ChatTemplate:
         """Whether a list of text parts renders like the text itself."""
         word = _PROBES[1]
         request = _Request([], None, {}, Sentinels.avoiding(self._reserved))
-        try:
-            as_text = self._run(request, [{"role": "user", "content": word}], False)
-            parts = [{"type": "text", "text": word}]
-            return self._run(request, [{"role": "user", "content": parts}], False) == as_text
-        except BadRequest:
-            return False
+        as_text = self._run_if_taken(request, [{"role": "user", "content": word}])
+        parts = [{"type": "text", "text": word}]
+        as_parts = self._run_if_taken(request, [{"role": "user", "content": parts}])
+        return as_text is not None and as_parts == as_text
+
+    def _probe_late_system(self) -> LateSystem:
+        marks = Sentinels.avoiding(self._reserved)
+        request = _Request([], None, {}, marks)
+        starts = self._texts(self.role_starts.ids)
+        return LateSystem.probe(lambda messages: self._run_if_taken(request, messages), starts, marks)
+
+    def _find_thinking_tokens(self) -> ThinkingTokens | None:
+        """How thinking is opened and closed, by tokens; None where the tags are no tokens. The closing is what the
+        template writes between an answer's thinking and its text, or, where it shows none, what models are taught."""
+        begin, end = self._tokenizer.id_of("<think>"), self._tokenizer.id_of("</think>")
+        if begin is None or end is None:
+            return None
+        _, question, thought, said = _PROBES
+        answer = {"role": "assistant", "reasoning_content": thought, "content": said}
+        request = _Request([], None, {}, Sentinels.avoiding(self._reserved))
+        text = self._run_if_taken(request, [{"role": "user", "content": question}, answer]) or ""
+        between = text.partition(thought)[2].partition(said)[0]
+        ids = self._tokenizer.encode_template(between if said in text and "</think>" in between else _CLOSING)
+        return ThinkingTokens(begin, end, tuple(ids)) if end in ids else None
+
+    def _accepted_efforts(self) -> tuple[str, ...]:
+        """Which words the template takes as `reasoning_effort`: some raise an error for all but a few."""
+        if not self.takes_option("reasoning_effort"):
+            return ()
+        question = [{"role": "user", "content": _PROBES[1]}]
+        sentinels = Sentinels.avoiding(self._reserved)
+        requests = {word: _Request(question, None, {"reasoning_effort": word}, sentinels) for word in EFFORTS}
+        return tuple(word for word, each in requests.items() if self._run_if_taken(each, question) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,10 +388,12 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Stretch:
+    """Plain text between two special tokens of a rendered conversation."""
+
     text: str  # plain, without sentinels
     found: list[tuple[int, str]]  # sentinels that stood in it, and where
-    special: int | None  # the token behind it; the last piece has none
+    special: int | None  # the token after it; the last stretch has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,102 +406,30 @@ class _Assembly:
 
 def _take_out(text: str, sentinels: Sentinels) -> tuple[str, list[tuple[int, str]]]:
     """The text without sentinels, and where each of them stood in it."""
-    pieces, found, start, length = [], [], 0, 0
+    kept, found, start, length = [], [], 0, 0
     for match in sentinels.pattern().finditer(text):
-        pieces.append(text[start : match.start()])
+        kept.append(text[start : match.start()])
         length += match.start() - start
         found.append((length, sentinels.meaning(match.group())))
         start = match.end()
-    return "".join([*pieces, text[start:]]), found
+    return "".join([*kept, text[start:]]), found
 
 
-def _readable(message: Any, index: int) -> dict[str, Any]:
-    """A message as templates want it: an object with a role, tool-call arguments as objects."""
-    where = f"messages[{index}]"
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadRequest(f"{where} must be an object with a role", field=where)
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return message | {"tool_calls": [_with_arguments(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]}
+def _names_in(source: str) -> frozenset[str]:
+    """Names in the template's code, not in its comments, strings or text."""
+    code = " ".join(re.findall(r"\{[{%].*?[%}]\}", re.sub(r"\{#.*?#\}", "", source, flags=re.DOTALL), re.DOTALL))
+    return frozenset(re.findall(r"\w+", re.sub(r"'[^']*'|\"[^\"]*\"", "", code)))
 
 
-def _with_arguments(call: Any, where: str) -> Any:
-    """The call with its arguments as an object; the OpenAI dialect sends them as a JSON string."""
-    if not isinstance(call, dict):
-        raise BadRequest(f"{where} must be an object", field=where)
-    if isinstance(call.get("function"), dict):
-        return call | {"function": _with_arguments(call["function"], f"{where}.function")}
-    if not isinstance(call.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(call["arguments"] or "{}")
-    except ValueError as error:
-        raise BadRequest(f"{where}.arguments is not JSON: {error}", field=f"{where}.arguments") from error
-    if not isinstance(arguments, dict):
-        raise BadRequest(f"{where}.arguments must be an object", field=f"{where}.arguments")
-    return call | {"arguments": plain(arguments, f"{where}.arguments")}
-
-
-def _joined(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """For templates that take no parts: the text parts as lines of one text."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    for i, part in enumerate(content):
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            where = f"messages[{index}].content[{i}]"
-            raise BadRequest(f"{where} is not text, and this model's template takes only text", field=where)
-    return message | {"content": "\n".join(part["text"] for part in content)}
-
-
-def _folder_source(folder: Path) -> str:
-    """The template of a Hugging Face folder, from the places where it may lie, newest first."""
+def folder_template(folder: Path) -> str | None:
+    """The template of a Hugging Face folder, from the places where it may lie, newest first; None if it has none."""
     if (folder / "chat_template.jinja").exists():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return read_text(folder / "chat_template.jinja")
     for name in ("chat_template.json", "tokenizer_config.json"):
         source = read_json(folder / name).get("chat_template") if (folder / name).exists() else None
         if isinstance(source, list):  # several, by name
-            source = {each["name"]: each["template"] for each in source}.get("default")
+            named = [each for each in source if isinstance(each, dict) and each.get("name") == "default"]
+            source = named[0].get("template") if named else None
         if isinstance(source, str):
             return source
-    raise BadModelFile(f"{folder}: no chat_template.jinja and no chat_template in tokenizer_config.json")
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it is just its body."""
-
-    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile(source: str) -> jinja2.Template:
-    """The template in a sandbox, with the blanks and helpers that templates are written for."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise BadModelFile(f"the chat template does not compile: {error}") from error
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as templates expect it; jinja2's own filter would escape `<` for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return None

@@ -15,16 +15,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from tokenizers import Encoding, models, normalizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, normalizers
 
-from rekindle.errors import BadModelFile
+from rekindle.errors import BadModelFile, BadRequest
+from rekindle.text.pieces import UNLIMITED, TooManyTokens, batched_pieces
 from rekindle.text.pretokenizers import pre_tokenizer
 
 MARKUP_NAMES = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"})
@@ -44,6 +47,10 @@ TURN_ENDS = (
 
 _CONTROL_SHAPE = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+MOST_TOKENS = 1 << 24  # ids of any vocabulary are lower
+T = TypeVar("T")
 
 
 class TokenKind(IntEnum):
@@ -178,26 +185,60 @@ class Tokenizer:
         """The id of a special token's text, or of a normal token in the vocabulary's own spelling."""
         return self._ids.get(token)
 
-    def encode(self, text: str) -> list[int]:
-        """Plain text to ids. No text becomes a control or markup token."""
-        return self._backend.encode(well_formed(text), add_special_tokens=False).ids
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text of more than n times that has more than n tokens."""
+        return max((len(text.encode()) for text in self._texts), default=1)
 
-    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+    def encode(self, text: str, limit: int = UNLIMITED) -> list[int]:
+        """Plain text to ids. No text becomes a control or markup token. Raises TooManyTokens beyond `limit`."""
+        ids: list[int] = []
+        for pieces in self._batches(well_formed(text), limit):
+            ids += chain.from_iterable(encoding.ids for encoding in self._run(self._backend.encode_batch_fast, pieces))
+            if len(ids) > limit:
+                raise TooManyTokens(limit)
+        return ids
+
+    def encode_with_ends(self, text: str, limit: int = UNLIMITED) -> tuple[list[int], list[int]]:
         """As `encode`, with the character position where each token ends."""
-        encoding = self._backend.encode(well_formed(text), add_special_tokens=False)
-        return encoding.ids, [end for _, end in encoding.offsets]
+        ids: list[int] = []
+        ends: list[int] = []
+        start = 0
+        for pieces in self._batches(well_formed(text), limit):
+            for piece, encoding in zip(pieces, self._run(self._backend.encode_batch, pieces), strict=True):
+                ids += encoding.ids
+                ends += (start + end for _, end in encoding.offsets)
+                start += len(piece)
+            if len(ids) > limit:
+                raise TooManyTokens(limit)
+        return ids, ends
 
-    def encode_template(self, text: str) -> list[int]:
+    def _batches(self, text: str, limit: int) -> Iterator[list[str]]:
+        """The text in pieces, a few at a time, so that encoding can stop at the limit."""
+        if len(text) > limit * self.longest_token:  # each character is at least a byte
+            raise TooManyTokens(limit)
+        return batched_pieces(text)
+
+    def _run(self, encode: Callable[..., list[Encoding]], pieces: list[str]) -> list[Encoding]:
+        """A batch call lets other threads run meanwhile. A panic of the library is no `Exception`; here it is one."""
+        try:
+            return encode(pieces, add_special_tokens=False)
+        except BaseException as error:
+            if type(error).__name__ == "PanicException":
+                raise BadRequest(f"the tokenizer cannot encode this text: {error}") from error
+            raise
+
+    def encode_template(self, text: str, limit: int = UNLIMITED) -> list[int]:
         """A rendered template to ids: every special token's text becomes its id. Never for text from a client."""
         ids: list[int] = []
         for stretch, special in self.split_special(text):
-            ids += self.encode(stretch)
+            ids += self.encode(stretch, limit - len(ids))
             if special is not None:
                 ids.append(special)
         return ids
 
     def split_special(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """(plain stretch, the special token behind it) in order; the last stretch has none behind it."""
+        """(plain stretch, the special token after it) in order; the last stretch has none."""
         start = 0
         for match in self._special.finditer(text):
             yield text[start : match.start()], self._ids[match.group()]
@@ -223,11 +264,19 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
 
 
+def read_text(file: Path) -> str:
+    """A text from a model folder."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BadModelFile(f"{file}: {error}") from error
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a model folder."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(read_text(file))
+    except (ValueError, RecursionError) as error:
         raise BadModelFile(f"{file}: {error}") from error
     if not isinstance(content, dict):
         raise BadModelFile(f"{file}: holds a {type(content).__name__}, not an object")
@@ -250,8 +299,8 @@ def _gguf_vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
     for key in ("tokens", "merges", "token_type"):
         if f"tokenizer.ggml.{key}" not in metadata:
             raise BadModelFile(f"the file has no tokenizer.ggml.{key}")
-    texts = list(metadata["tokenizer.ggml.tokens"])
-    types = [int(t) for t in metadata["tokenizer.ggml.token_type"]]
+    texts = list_of(str, metadata["tokenizer.ggml.tokens"], "tokenizer.ggml.tokens")
+    types = list_of(int, metadata["tokenizer.ggml.token_type"], "tokenizer.ggml.token_type")
     if len(texts) != len(types):
         raise BadModelFile(f"tokenizer.ggml.tokens has {len(texts)} entries, tokenizer.ggml.token_type {len(types)}")
     if unknown := set(types) - set(_GGUF_KINDS):
@@ -260,21 +309,31 @@ def _gguf_vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
     return _Vocabulary(texts, kinds, _merge_pairs(metadata["tokenizer.ggml.merges"], "tokenizer.ggml.merges"))
 
 
-def _merge_pairs(merges: Iterable[str | Sequence[str]], where: str) -> list[tuple[str, str]]:
+def list_of(kind: type[T], value: Any, where: str) -> list[T]:
+    """The value, if it is such a list or reads like one."""
+    found = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
+    if found is None or not all(isinstance(item, kind) for item in found):
+        raise BadModelFile(f"{where} is no list of {kind.__name__}")
+    return found
+
+
+def _merge_pairs(merges: Any, where: str) -> list[tuple[str, str]]:
     """Both spellings: "a b" and ["a", "b"]."""
-    pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
+    if not isinstance(merges, Sequence) or isinstance(merges, str):
+        raise BadModelFile(f"{where} is no list of merges")
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
     for pair in pairs:
-        if len(pair) != 2:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
             raise BadModelFile(f"{where}: {pair!r} is not a pair")
-    return pairs  # type: ignore[return-value]  # every length was checked to be 2
+    return [(first, second) for first, second in pairs]
 
 
 def _gguf_ends(metadata: Mapping[str, Any], size: int) -> _Ends:
     def named(name: str) -> int | None:
         value = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if value is not None and not 0 <= int(value) < size:
-            raise BadModelFile(f"tokenizer.ggml.{name}_token_id is {value}, the vocabulary has {size} tokens")
-        return None if value is None else int(value)
+        if value is not None and not (isinstance(value, int) and 0 <= value < size):
+            raise BadModelFile(f"tokenizer.ggml.{name}_token_id is {value!r}, the vocabulary has {size} tokens")
+        return value
 
     eos = named("eos")
     ends = frozenset(i for i in (eos, named("eot")) if i is not None)
@@ -282,18 +341,31 @@ def _gguf_ends(metadata: Mapping[str, Any], size: int) -> _Ends:
 
 
 def _folder_vocabulary(content: dict[str, Any], file: Path) -> _Vocabulary:
-    model = content.get("model") or {}
+    model = content.get("model")
+    if not isinstance(model, dict):
+        raise BadModelFile(f"{file}: has no model")
     if model.get("type") != "BPE" or "ByteLevel" not in json.dumps(content.get("pre_tokenizer")):
         raise BadModelFile(f"{file}: model {model.get('type')!r} is not byte-level BPE, the only kind supported")
-    added = {int(token["id"]): token for token in content.get("added_tokens", ())}
-    size = max([-1, *model["vocab"].values(), *added]) + 1
+    vocab = model.get("vocab")
+    if not isinstance(vocab, dict):
+        raise BadModelFile(f"{file}: its model has no vocab from texts to ids")
+    added = list_of(dict, content.get("added_tokens") or [], f"{file}: added_tokens")
+    size = max([-1, *(_id(i, file) for i in vocab.values()), *(_id(token.get("id"), file) for token in added)]) + 1
     texts, kinds = [""] * size, [TokenKind.UNUSED] * size
-    for text, i in model["vocab"].items():
+    for text, i in vocab.items():
         texts[i], kinds[i] = text, TokenKind.NORMAL
-    for i, token in added.items():
-        flag = TokenKind.CONTROL if token.get("special") else TokenKind.MARKUP
-        texts[i], kinds[i] = token["content"], _kind(token["content"], flag)
-    return _Vocabulary(texts, kinds, _merge_pairs(model["merges"], str(file)))
+    for token in added:
+        text, flag = token.get("content"), TokenKind.CONTROL if token.get("special") else TokenKind.MARKUP
+        if not isinstance(text, str):
+            raise BadModelFile(f"{file}: the added token {token['id']} has the content {text!r}, expected a text")
+        texts[token["id"]], kinds[token["id"]] = text, _kind(text, flag)
+    return _Vocabulary(texts, kinds, _merge_pairs(model.get("merges"), f"{file}: merges"))
+
+
+def _id(value: Any, file: Path) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST_TOKENS:
+        raise BadModelFile(f"{file}: the id {value!r} is no whole number from 0 to {MOST_TOKENS - 1}")
+    return value
 
 
 def _folder_ends(folder: Path, content: dict[str, Any], config: dict[str, Any], vocabulary: _Vocabulary) -> _Ends:
@@ -301,24 +373,26 @@ def _folder_ends(folder: Path, content: dict[str, Any], config: dict[str, Any], 
 
     def named(name: str) -> int | None:
         token = config.get(name)
-        return ids.get(token["content"] if isinstance(token, dict) else token) if token else None
+        text = token.get("content") if isinstance(token, dict) else token
+        return ids.get(text) if isinstance(text, str) else None
 
     bos, eos = named("bos_token"), named("eos_token")
     ends = {eos} if eos is not None else set()
     if (folder / "generation_config.json").exists():
-        listed = read_json(folder / "generation_config.json").get("eos_token_id") or []
-        ends |= {int(i) for i in (listed if isinstance(listed, list) else [listed])}
+        file = folder / "generation_config.json"
+        listed = read_json(file).get("eos_token_id")
+        ends |= {_id(i, file) for i in (listed if isinstance(listed, list) else [] if listed is None else [listed])}
     adds = config.get("add_bos_token")
     if adds is None:
         adds = bos is not None and _writes_first(content.get("post_processor"), vocabulary.texts[bos])
     return _Ends(bos, frozenset(ends), eos, bool(adds))
 
 
-def _writes_first(post_processor: dict[str, Any] | None, token: str) -> bool:
+def _writes_first(post_processor: Any, token: str) -> bool:
     """Whether the folder's own post-processor puts `token` in front of every text."""
-    if post_processor is None:
-        return False
-    if post_processor.get("type") == "Sequence":
-        return any(_writes_first(each, token) for each in post_processor["processors"])
-    single = post_processor.get("single") or [{}]
-    return single[0].get("SpecialToken", {}).get("id") == token
+    match post_processor:
+        case {"type": "Sequence", "processors": [*each]}:
+            return any(_writes_first(one, token) for one in each)
+        case {"single": [{"SpecialToken": {"id": first}}, *_]}:
+            return bool(first == token)
+    return False

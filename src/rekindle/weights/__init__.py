@@ -1,4 +1,4 @@
-"""Weight files: find, map, dequantise."""
+"""Weight files: find, read, dequantise."""
 
 from __future__ import annotations
 

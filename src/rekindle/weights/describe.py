@@ -42,7 +42,7 @@ def describe(file: WeightFile) -> Description:
     return Description(
         architecture=spec.architecture,
         name=spec.name,
-        layers=dict(Counter(str(mixer) for mixer in spec.mixers)),
+        layers=dict(Counter(mixer.kind for mixer in spec.mixers)),
         parameters=parameters,
         bytes_by_type=dict(by_type.most_common()),
         bytes_by_part=dict(by_part),
@@ -57,7 +57,7 @@ def describe(file: WeightFile) -> Description:
 
 def part_of(spec: ModelSpec, name: str) -> str:
     """Which part of the model a tensor belongs to; a norm belongs to what it feeds."""
-    block = re.match(r"blk\.(\d+)\.(.*)", name)
+    block = re.match(r"blk\.(\d{1,9})\.(.*)", name)
     if block is None:
         return {EMBEDDING: "embedding", OUTPUT: "head", OUTPUT_NORM: "head"}.get(name, "other")
     if int(block[1]) >= spec.layers:

@@ -8,9 +8,6 @@ hashed: path, time, the model's display name, chat template. So a copy is the sa
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
-
-import numpy as np
 
 from rekindle.spec import ModelSpec
 from rekindle.weights.stored import Stored
@@ -19,19 +16,24 @@ SAMPLE = 16 * 1024  # bytes
 
 
 def fingerprint(spec: ModelSpec, tensors: Iterable[Stored]) -> str:
+    return fingerprint_of(spec.identity, tensors)
+
+
+def fingerprint_of(identity: str, tensors: Iterable[Stored]) -> str:
+    """identity: the hyperparameters, in words."""
     from blake3 import blake3  # here, so that reading weights works where only numpy and gguf are installed
 
-    digest = blake3(repr(replace(spec, name="")).encode())
+    digest = blake3(identity.encode())
     for stored in sorted(tensors, key=lambda stored: stored.info.name):
         digest.update(repr(stored.info).encode())
-        for sample in _samples(stored.data.reshape(-1)):
-            digest.update(sample.tobytes())
+        for start, stop in _samples(stored.info.nbytes):
+            digest.update(stored.bytes(start, stop).data)
     return digest.hexdigest()
 
 
-def _samples(data: np.ndarray) -> list[np.ndarray]:
+def _samples(size: int) -> list[tuple[int, int]]:
     """Start, middle and end; all of a small tensor."""
-    if data.size <= 3 * SAMPLE:
-        return [data]
-    middle = (data.size - SAMPLE) // 2
-    return [data[:SAMPLE], data[middle : middle + SAMPLE], data[-SAMPLE:]]
+    if size <= 3 * SAMPLE:
+        return [(0, size)]
+    middle = (size - SAMPLE) // 2
+    return [(0, SAMPLE), (middle, middle + SAMPLE), (size - SAMPLE, size)]

@@ -1,45 +1,60 @@
 """A GGUF file, or the files of a split one, as a WeightFile.
 
 Two things differ from the file's own table:
-- llama: the converter interleaves the rows of attn_q and attn_k so that rotary pairs are neighbours (2j, 2j + 1). Ours
-  are (j, j + d/2) for every model, so these rows are given back in that order. Rows are moved whole, which loses
-  nothing whatever the quantisation.
+- rows that a family's converter has moved are given back in the canonical order (`Family.gguf_order`).
 - a fused ffn_gate_up_exps (gate rows first) is shown as ffn_gate_exps and ffn_up_exps.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rekindle.errors import BadModelFile
+from rekindle.models.keys import Seen
 from rekindle.spec import ModelSpec
 from rekindle.weights.expected import EMBEDDING, OUTPUT, ROPE_FACTORS, expected_model
 from rekindle.weights.fingerprint import fingerprint
-from rekindle.weights.gguf_header import read_part
-from rekindle.weights.spec_reader import Seen, read_architecture, read_spec
+from rekindle.weights.gguf_header import MAX_DIMENSIONS, read_part
+from rekindle.weights.source import SourceFile, SourceFiles
+from rekindle.weights.spec_reader import read_family, read_spec
 from rekindle.weights.stored import Stored, decode, require_decodable
 from rekindle.weights.types import TensorInfo
 
+MOST_FACTORS = 1 << 12
+UNUSED_TOKEN = 5
+
 _FUSED = "ffn_gate_up_exps.weight"
+_OTHERS = {
+    "mmproj": "a projector for images (mmproj)",
+    "adapter": "an adapter (LoRA)",
+    "imatrix": "an importance matrix",
+    "vocab": "a vocabulary without weights",
+}
 _SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 class GgufFile:
-    """Opened by reading headers only; `raw` and `values` touch the pages of the one tensor."""
+    """Opened by reading headers only; `raw` and `values` read the bytes of the one tensor."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._metadata, self._stored = _read_all(path)
-        read_architecture(path, self._metadata)
+        self._metadata, self._stored, files = _read_all(path)
+        self.files = SourceFiles(files)
+        _refuse_others(path, self._metadata)
+        self._family = read_family(path, self._metadata)
         _refuse_scales(path, self._stored)
-        self._spec = read_spec(path, self._metadata, _look(path, self._stored))
-        self._tensors = {info.name: info for info in _shown(path, self._stored)}
-        _check(path, self._spec, self._tensors)
+        self._spec = read_spec(path, self._metadata, _look(path, self._stored, self._metadata))
+        shown = {info.name: info for info in _shown(path, self._stored)}
+        self._tensors = shown | _checked(path, self._spec, shown)
+        self._fingerprint = functools.cache(lambda: fingerprint(self._spec, self._stored.values()))
 
     @property
     def path(self) -> Path:
@@ -58,64 +73,49 @@ class GgufFile:
         return self._metadata
 
     def raw(self, name: str) -> np.ndarray:
-        """A view of the map; a copy only where rows are moved (llama q and k) or gathered (fused experts)."""
-        assert self._stored, f"{self._path} was closed before {name} was read"
         if name not in self._tensors:
             raise BadModelFile(f"{self._path} has no tensor {name}")
         if name not in self._stored:
             return self._half_of_fused(name)
-        data = self._stored[name].data
-        heads = self._interleaved_heads(name)
-        return rows_in_half_order(data, heads) if heads else data
+        data = self._stored[name].rows()
+        change = self._family.gguf_order(self._spec, re.sub(r"^blk\.\d+\.", "", name))
+        return data if change is None else change(data)
 
     def values(self, name: str) -> np.ndarray:
         return decode(self.raw(name), self._tensors[name])
 
     def fingerprint(self) -> str:
-        return fingerprint(self._spec, self._stored.values())
+        return self._fingerprint()
 
     def close(self) -> None:
-        """Lets go of the maps; they end with the last view that somebody still holds."""
-        self._stored = {}
+        self.files.close()
 
     def _half_of_fused(self, name: str) -> np.ndarray:
         experts, width, _ = self._tensors[name].shape
-        fused = self._stored[re.sub(r"ffn_(gate|up)_exps\.weight$", _FUSED, name)].data
+        fused = self._stored[re.sub(r"ffn_(gate|up)_exps\.weight$", _FUSED, name)].rows()
         both = fused.reshape(experts, 2, width, -1)
         return both[:, 0 if "ffn_gate_exps" in name else 1].reshape(experts * width, -1)
 
-    def _interleaved_heads(self, name: str) -> int:
-        """How many heads have their rows in neighbour order; 0 where rows lie as they should."""
-        if self._spec.architecture != "llama":
-            return 0
-        if name.endswith(".attn_q.weight"):
-            return self._spec.attention.heads
-        return self._spec.attention.kv_heads if name.endswith(".attn_k.weight") else 0
 
-
-def rows_in_half_order(rows: np.ndarray, heads: int) -> np.ndarray:
-    """[heads · d, …] from pairs (2j, 2j + 1) to pairs (j, j + d/2), head by head."""
-    pairs = rows.reshape(heads, -1, 2, rows.shape[1])  # [head, pair, member, bytes]
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-
-def _read_all(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+def _read_all(path: Path) -> tuple[dict[str, Any], dict[str, Stored], list[SourceFile]]:
     first = read_part(path)
+    files = [first.file]
     count = first.metadata.get("split.count", 1)
     if not isinstance(count, int):
         raise BadModelFile(f"{path}: split.count is {count!r}, not a whole number")
     if count <= 1:
-        return first.metadata, first.tensors
+        return first.metadata, first.tensors, files
     tensors = dict(first.tensors)
     for other in _other_parts(path, count):
         part = read_part(other)
         if twice := tensors.keys() & part.tensors.keys():
             raise BadModelFile(f"{other} has the tensor {min(twice)} that another part of {path} has too")
         tensors |= part.tensors
+        files.append(part.file)
     total = first.metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
         raise BadModelFile(f"{path}: its {count} parts have {len(tensors)} tensors, the first part promises {total}")
-    return first.metadata, tensors
+    return first.metadata, tensors, files
 
 
 def _other_parts(path: Path, count: int) -> list[Path]:
@@ -134,16 +134,46 @@ def _refuse_scales(path: Path, stored: Mapping[str, Stored]) -> None:
             raise BadModelFile(f"{path}: tensor {name} scales another one (NVFP4), which is not supported yet")
 
 
-def _look(path: Path, stored: Mapping[str, Stored]) -> Seen:
+def _refuse_others(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Files that lie beside a model and are none."""
+    kind = "mmproj" if metadata.get("general.architecture") == "clip" else metadata.get("general.type")
+    if isinstance(kind, str) and kind in _OTHERS:
+        raise BadModelFile(f"{path} is {_OTHERS[kind]}, not a language model; name the model's own file")
+
+
+def _look(path: Path, stored: Mapping[str, Stored], metadata: Mapping[str, Any]) -> Seen:
     if EMBEDDING not in stored:
+        if any(".nextn." in name for name in stored):
+            raise BadModelFile(
+                f"{path} holds only next-token-prediction (MTP) layers, not a whole model; name the model's own file"
+            )
         raise BadModelFile(f"{path} has no tensor {EMBEDDING}")
-    factors = stored.get(ROPE_FACTORS)
+    vocab = stored[EMBEDDING].info.shape[0]
     return Seen(
         tensors=len(stored),
-        vocab=stored[EMBEDDING].info.shape[0],
+        vocab=vocab,
+        tokens=min(vocab, _named_tokens(metadata) or vocab),
         tied=OUTPUT not in stored,
-        rope_factors=None if factors is None else tuple(decode(factors.data, factors.info).reshape(-1).tolist()),
+        rope_factors=_rope_factors(path, stored[ROPE_FACTORS]) if ROPE_FACTORS in stored else None,
     )
+
+
+def _named_tokens(metadata: Mapping[str, Any]) -> int:
+    """Ids up to the last that has a token; converters fill the rest of the embedding up with unused ones."""
+    texts, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if not isinstance(texts, list):
+        return 0
+    if not isinstance(kinds, list) or len(kinds) != len(texts):
+        return len(texts)
+    return next((i + 1 for i in range(len(texts) - 1, -1, -1) if kinds[i] != UNUSED_TOKEN), 0)
+
+
+def _rope_factors(path: Path, stored: Stored) -> tuple[float, ...]:
+    """Checked before they are decoded: a type of one bit makes thirty times its bytes."""
+    require_decodable(str(path), stored.info)
+    if math.prod(stored.info.shape) > MOST_FACTORS:
+        raise BadModelFile(f"{path}: tensor {ROPE_FACTORS} has the shape {stored.info.shape}, more than any head needs")
+    return tuple(decode(stored.rows(), stored.info).reshape(-1).tolist())
 
 
 def _shown(path: Path, stored: Mapping[str, Stored]) -> list[TensorInfo]:
@@ -165,16 +195,28 @@ def _shown(path: Path, stored: Mapping[str, Stored]) -> list[TensorInfo]:
     return infos
 
 
-def _check(path: Path, spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> None:
-    """Everything the spec needs is there in its shape, and no layer has more than the spec knows."""
+def _checked(path: Path, spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """What the spec needs, in its shapes. Everything is there, and no layer has more than the spec knows."""
     expected = expected_model(spec)
+    found: dict[str, TensorInfo] = {}
     for name, shape in expected.items():
         if name not in tensors:
             raise BadModelFile(f"{path} has no tensor {name}, which {spec.architecture} needs in the shape {shape}")
-        if tensors[name].shape != shape:
+        if not same_shape(tensors[name].shape, shape):
             raise BadModelFile(f"{path}: tensor {name} has the shape {tensors[name].shape}, expected {shape}")
         require_decodable(str(path), tensors[name])
+        found[name] = replace(tensors[name], shape=shape)
     for name in tensors.keys() - expected.keys():
-        block = re.match(r"blk\.(\d+)\.", name)
+        block = re.match(r"blk\.(\d{1,9})\.", name)
         if block and int(block[1]) < spec.layers:  # leaving out a bias would change answers without a word
             raise BadModelFile(f"{path}: tensor {name} is not one that {spec.architecture} has in layer {block[1]}")
+    return found
+
+
+def same_shape(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """As ggml compares: every shape has four sizes, those that are not written are 1."""
+    return _padded(one) == _padded(other)
+
+
+def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1,) * (MAX_DIMENSIONS - len(shape)) + shape

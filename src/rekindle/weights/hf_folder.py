@@ -5,6 +5,7 @@ Tensors are made one by one when asked for, so a span of layers touches only its
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -15,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from rekindle.errors import BadModelFile
+from rekindle.models.keys import Seen
 from rekindle.spec import ModelSpec
 from rekindle.weights.fingerprint import fingerprint
-from rekindle.weights.hf_config import is_tied, metadata_of, rope_factors
+from rekindle.weights.hf_config import is_tied, metadata_of, read_format, rope_factors, text_config
 from rekindle.weights.hf_names import Recipe, recipes
-from rekindle.weights.safetensors_map import read_folder, read_json
-from rekindle.weights.spec_reader import Seen, read_spec
+from rekindle.weights.safetensors_table import TYPES, read_folder, read_json
+from rekindle.weights.source import SourceFiles
+from rekindle.weights.spec_reader import read_spec
 from rekindle.weights.stored import Stored, decode
 from rekindle.weights.types import TensorInfo
 
@@ -33,22 +36,27 @@ class HfFolder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        _refuse_gguf(path)
         config = read_json(path / "config.json")
         metadata = metadata_of(path, config)
         self._stored = read_folder(path)
         prefix = _prefix(path, self._stored)
+        self.files = SourceFiles(list({id(each.file): each.file for each in self._stored.values()}.values()))
+        vocab = self._stored[f"{prefix}embed_tokens.weight"].info.shape[0]
         seen = Seen(
             tensors=len(self._stored),
-            vocab=self._stored[f"{prefix}embed_tokens.weight"].info.shape[0],
-            tied=is_tied(config),
+            vocab=vocab,
+            tokens=min(vocab, _named_tokens(path) or vocab),
+            tied=is_tied(path, config),
             rope_factors=rope_factors(path, config),
         )
         spec = read_spec(path, metadata, seen)
-        self._spec = replace(spec, nextn=_nextn(config, self._stored))
+        self._spec = replace(spec, nextn=_nextn(text_config(path, config).values, self._stored))
         self._metadata = {**metadata, "config": config}
-        self._recipes = recipes(spec, prefix, self._stored)
+        self._recipes = recipes(spec, read_format(path, config)[1], prefix, self._stored)
         _check(path, spec, prefix, self._recipes, self._stored)
         self._tensors = {name: _info(name, recipe, self._stored) for name, recipe in self._recipes.items()}
+        self._fingerprint = functools.cache(lambda: fingerprint(self._spec, self._stored.values()))
 
     @property
     def path(self) -> Path:
@@ -67,7 +75,6 @@ class HfFolder:
         return self._metadata
 
     def raw(self, name: str) -> np.ndarray:
-        """A view of the map where the checkpoint stores the canonical tensor as it is."""
         recipe = self._recipe(name)
         if recipe.compute is None:
             return self._moved(recipe)
@@ -80,14 +87,12 @@ class HfFolder:
         return values if recipe.compute is None else recipe.compute(values)
 
     def fingerprint(self) -> str:
-        return fingerprint(self._spec, self._stored.values())
+        return self._fingerprint()
 
     def close(self) -> None:
-        """Lets go of the maps; they end with the last view that somebody still holds."""
-        self._stored = {}
+        self.files.close()
 
     def _recipe(self, name: str) -> Recipe:
-        assert self._stored, f"{self._path} was closed before {name} was read"
         if name not in self._recipes:
             raise BadModelFile(f"{self._path} has no tensor {name}")
         return self._recipes[name]
@@ -103,10 +108,28 @@ class HfFolder:
         return np.ascontiguousarray(array).view(np.uint8).reshape(math.prod(recipe.shape[:-1]), -1)
 
 
+def _refuse_gguf(path: Path) -> None:
+    found = sorted(path.glob("*.gguf"))
+    if found and not (path / "config.json").exists():
+        raise BadModelFile(f"{path} is a folder with {found[0].name} and without a config.json; name that file itself")
+
+
+def _named_tokens(path: Path) -> int:
+    """Ids up to the last that the folder's tokenizer knows; 0 where there is none to ask."""
+    if not (path / "tokenizer.json").exists():
+        return 0
+    content = read_json(path / "tokenizer.json")
+    try:
+        ids = [*content["model"]["vocab"].values(), *(token["id"] for token in content.get("added_tokens") or ())]
+        return max(map(int, ids), default=-1) + 1
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadModelFile(f"{path / 'tokenizer.json'} lists no tokens by id: {error!r}") from error
+
+
 def _elements(stored: Stored) -> np.ndarray:
     """Stored elements as unsigned integers of their width: moving them needs no number format."""
     width = 4 if stored.info.type == "F32" else 2
-    return stored.data.view(f"u{width}").reshape(stored.info.shape)
+    return stored.rows().view(f"u{width}").reshape(stored.info.shape)
 
 
 def _prefix(path: Path, stored: Mapping[str, Stored]) -> str:
@@ -116,9 +139,9 @@ def _prefix(path: Path, stored: Mapping[str, Stored]) -> str:
     raise BadModelFile(f"{path} has no tensor embed_tokens.weight below {' or '.join(_PREFIXES)}")
 
 
-def _nextn(config: dict[str, Any], stored: Mapping[str, Stored]) -> int:
-    text = config.get("text_config", config)
-    return int(text.get("mtp_num_hidden_layers", 0)) if any(name.startswith("mtp.") for name in stored) else 0
+def _nextn(text: Mapping[str, Any], stored: Mapping[str, Stored]) -> int:
+    blocks = text.get("mtp_num_hidden_layers")
+    return blocks if isinstance(blocks, int) and any(name.startswith("mtp.") for name in stored) else 0
 
 
 def _info(name: str, recipe: Recipe, stored: Mapping[str, Stored]) -> TensorInfo:
@@ -138,9 +161,13 @@ def _check(path: Path, spec: ModelSpec, prefix: str, made: Mapping[str, Recipe],
                 raise BadModelFile(
                     f"{path}: tensor {source} has the shape {stored[source].info.shape}, expected {recipe.source_shape}"
                 )
+            if stored[source].info.type not in TYPES:
+                raise BadModelFile(
+                    f"{path}: tensor {source} has type {stored[source].info.type}; {', '.join(TYPES)} can be read"
+                )
         if len({stored[source].info.type for source in recipe.sources}) > 1:
             raise BadModelFile(f"{path}: the experts of {name} are stored in different types")
     for name in stored.keys() - used:
-        layer = re.match(re.escape(prefix) + r"layers\.(\d+)\.", name)
+        layer = re.match(re.escape(prefix) + r"layers\.(\d{1,9})\.", name)
         if layer and int(layer[1]) < spec.layers and not name.endswith(_BUFFERS):
             raise BadModelFile(f"{path}: tensor {name} is not one that {spec.architecture} has in layer {layer[1]}")

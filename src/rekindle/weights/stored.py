@@ -11,15 +11,24 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from rekindle.errors import BadModelFile
+from rekindle.weights.source import SourceFile
 from rekindle.weights.types import TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor of a mapped file."""
+    """One tensor of an open file."""
 
     info: TensorInfo
-    data: np.ndarray  # uint8 [rows, bytes of a row], a view of the map
+    file: SourceFile
+    start: int  # byte of the file
+
+    def rows(self) -> np.ndarray:
+        """uint8 [rows, bytes of a row], read now."""
+        return self.bytes(0, self.info.nbytes).reshape(math.prod(self.info.shape[:-1]), -1)
+
+    def bytes(self, start: int, stop: int) -> np.ndarray:
+        return self.file.read(self.start + start, self.start + stop)
 
 
 def row_bytes(columns: int, type: str) -> int | None:
@@ -29,26 +38,23 @@ def row_bytes(columns: int, type: str) -> int | None:
 
 
 def decode(data: np.ndarray, info: TensorInfo) -> np.ndarray:
-    """float32 values in the tensor's shape; always an array of its own, never a view of the map."""
+    """float32 values in the tensor's shape, in an array of their own."""
     rows = np.ascontiguousarray(data)
-    return np.array(dequantize(rows, GGMLQuantizationType[info.type]), dtype=np.float32).reshape(info.shape)
+    with np.errstate(all="ignore"):  # a damaged scale gives no number, which the logits will show
+        return np.array(dequantize(rows, GGMLQuantizationType[info.type]), dtype=np.float32).reshape(info.shape)
 
 
 @functools.cache
 def is_decodable(type: str) -> bool:
     """Whether the gguf package can turn this type into numbers; asked of one zero block."""
+    if type not in GGMLQuantizationType.__members__:
+        return False
     _, size = GGML_QUANT_SIZES[GGMLQuantizationType[type]]
     try:
         dequantize(np.zeros((1, size), np.uint8), GGMLQuantizationType[type])
     except NotImplementedError:
         return False
     return True
-
-
-def store(name: str, shape: tuple[int, ...], type: str, flat: np.ndarray) -> Stored:
-    """`flat` holds the tensor's bytes and nothing else."""
-    rows = math.prod(shape[:-1])
-    return Stored(TensorInfo(name, shape, type, flat.nbytes), flat.reshape(rows, -1))
 
 
 def require_decodable(file: str, info: TensorInfo) -> None:

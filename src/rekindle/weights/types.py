@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rekindle.spec import ModelSpec
+from rekindle.weights.source import SourceFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class TensorInfo:
 
 
 class WeightFile(Protocol):
-    """A model on disk, mapped; reading one tensor touches the bytes of no other."""
+    """A model on disk, held open; reading one tensor touches the bytes of no other."""
 
     @property
     def path(self) -> Path: ...
@@ -32,9 +33,11 @@ class WeightFile(Protocol):
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
     @property
+    def files(self) -> SourceFiles: ...
+    @property
     def metadata(self) -> Mapping[str, Any]: ...
     def raw(self, name: str) -> np.ndarray:
-        """The stored bytes, uint8 [rows, bytes of a row] (all leading dimensions are rows)."""
+        """The stored bytes, uint8 [rows, bytes of a row] (all leading dimensions are rows); the caller's own."""
         ...
 
     def values(self, name: str) -> np.ndarray:
@@ -42,7 +45,7 @@ class WeightFile(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Identity of the weights from their content; the same for a copy under another path."""
+        """Identity of the weights from their content, computed once; the same for a copy under another path."""
         ...
 
     def close(self) -> None: ...

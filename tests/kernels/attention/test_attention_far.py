@@ -15,7 +15,7 @@ from rekindle.spec import PAGE
 @pytest.fixture(autouse=True)
 def _small_device(monkeypatch):
     """Fewer programs than pages, and tiles that do not hold all rows: the interpreter pays for every program."""
-    monkeypatch.setattr(far, "PROGRAMS", 12)
+    monkeypatch.setattr(far, "filling", lambda *_: 12)
     monkeypatch.setattr(far, "is_roomy", lambda _: False)
 
 
@@ -34,31 +34,33 @@ def _case(make_ragged, segments, kv_type, heads=4, kv_heads=2, dim=32):
     elsewhere = [page.clone() for page in kv]
     pool = torch.full_like(kv, 255 if kv_type == "q8" else torch.nan)
     pool[::2] = kv[::2]
-    homes = torch.tensor([(elsewhere[i] if i % 2 else pool[i]).data_ptr() for i in range(len(kv))])
-    return q, gate, kv, pool, homes, elsewhere, ragged
+    page_addresses = torch.tensor([(elsewhere[i] if i % 2 else pool[i]).data_ptr() for i in range(len(kv))])
+    return q, gate, kv, pool, page_addresses, elsewhere, ragged
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "q8"])
 @pytest.mark.parametrize("segments", [[(0, 1)], [(64, 1)], [(63, 1), (700, 1), (5, 1)], [(630, 12), (100, 3), (0, 1)]])
 def test_far_pages_are_attended_as_if_they_were_in_the_pool(make_ragged, segments, kv_type):
     torch.manual_seed(len(segments))
-    q, gate, kv, pool, homes, _held, ragged = _case(make_ragged, segments, kv_type)
+    q, gate, kv, pool, page_addresses, _held, ragged = _case(make_ragged, segments, kv_type)
     expected = naive.attend(q, kv, ragged, 0.25)
-    assert torch.equal(naive.attend_far(q, pool, homes, ragged, 0.25, None), expected.flatten(1))
-    got = far.attend_far(q, pool, homes, ragged, 0.25, None)
+    assert torch.equal(naive.attend_far(q, pool, page_addresses, ragged, 0.25, None), expected.flatten(1))
+    got = far.attend_far(q, pool, page_addresses, ragged, 0.25, None)
     torch.testing.assert_close(got, expected.flatten(1), atol=1e-5, rtol=1e-4)
-    gated = far.attend_far(q, pool, homes, ragged, 0.25, gate)
+    gated = far.attend_far(q, pool, page_addresses, ragged, 0.25, gate)
     torch.testing.assert_close(gated, naive.sigmoid_gate(expected, gate), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [5, 8])
 def test_a_recorded_block_attends_as_a_plain_one(make_ragged, rows):
     most = 8
-    q, gate, kv, pool, homes, _held, ragged = _case(make_ragged, [(130, rows), (0, max(1, most - rows))], "f32")
+    q, gate, kv, pool, page_addresses, _held, ragged = _case(
+        make_ragged, [(130, rows), (0, max(1, most - rows))], "f32"
+    )
     q, gate = q[:most], gate[:most]
     block = replace(ragged, starts=torch.tensor([0, rows, most]).int(), lengths=(most, 0))
     expected = naive.sigmoid_gate(naive.attend(q[:rows], kv, make_one(ragged, rows), 0.25), gate[:rows])
-    got = far.attend_far(q, pool, homes, block, 0.25, gate)
+    got = far.attend_far(q, pool, page_addresses, block, 0.25, gate)
     torch.testing.assert_close(got[:rows], expected, atol=1e-5, rtol=1e-4)
 
 

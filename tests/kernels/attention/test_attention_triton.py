@@ -15,7 +15,7 @@ from rekindle.spec import PAGE
 @pytest.fixture(autouse=True)
 def _small_device(monkeypatch):
     """Splits for a device of a few multiprocessors: the interpreter pays for every program."""
-    monkeypatch.setattr(triton, "PROGRAMS", 12)
+    monkeypatch.setattr(triton, "processors", lambda _: 6)
 
 
 def _case(make_ragged, segments, heads, kv_heads, dim, dtype=torch.float32):
@@ -83,11 +83,11 @@ def _case_rows(ragged, rows, most):
     )
 
 
-@pytest.mark.parametrize("programs", [12, 64])
+@pytest.mark.parametrize("processors", [6, 32])
 @pytest.mark.parametrize("segments", [[(900, 1)], [(70, 12)], [(0, 70)], [(640, 3), (5, 1), (63, 1)]])
-def test_half_precision_tiles_agree_with_and_without_a_program_per_page(make_ragged, monkeypatch, segments, programs):
+def test_half_precision_tiles_agree_with_and_without_a_program_per_page(make_ragged, monkeypatch, segments, processors):
     torch.manual_seed(7)
-    monkeypatch.setattr(triton, "PROGRAMS", programs)
+    monkeypatch.setattr(triton, "processors", lambda _: processors)
     q, _, kv, ragged = _case(make_ragged, segments, 4, 1, 16, torch.float16)
     expected = naive.attend(q, kv, ragged, 0.25)
     torch.testing.assert_close(triton.attend(q, kv, ragged, 0.25), expected, atol=2e-3, rtol=2e-3)
@@ -163,3 +163,15 @@ def test_gates_agree():
     torch.manual_seed(10)
     both, o = torch.randn(3, 5, 24), torch.randn(3, 5, 12)
     torch.testing.assert_close(triton.sigmoid_gate(o, both[..., 12:]), naive.sigmoid_gate(o, both[..., 12:]))
+
+
+@pytest.mark.usefixtures("small_card")
+@pytest.mark.parametrize("segments", [[(200, 1)], [(70, 20), (5, 1)]])
+def test_the_forms_of_smaller_cards_agree(make_ragged, segments):
+    torch.manual_seed(13)
+    q, gate, kv, ragged = _case(make_ragged, segments, 4, 1, 16, torch.float16)
+    expected = naive.sigmoid_gate(naive.attend(q, kv, ragged, 0.25), gate)
+    torch.testing.assert_close(triton.attend_gated(q, kv, ragged, 0.25, gate), expected, atol=2e-3, rtol=2e-3)
+    wide = q.float()
+    expected = naive.attend(wide, kv, ragged, 0.25)
+    torch.testing.assert_close(triton.attend(wide, kv, ragged, 0.25), expected, atol=1e-5, rtol=1e-5)

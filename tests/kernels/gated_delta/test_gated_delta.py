@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rekindle.kernels import gated_delta
-from rekindle.kernels.gated_delta import KeptRows, chunked, naive
+from rekindle.kernels.gated_delta import RewindLog, chunked, naive
 from rekindle.spec import DeltaSpec
 
 SPECS = (DeltaSpec(2, 4, 8, 8, 4), DeltaSpec(2, 6, 16, 8, 4))
@@ -105,15 +105,15 @@ def test_replayed_rows_rebuild_the_state_bit_for_bit(make_ragged):
     mixed, a, b, decay, dt_bias = _inputs(5, spec)
     states = _states(1, spec)
     before = states[0].clone()
-    kept = KeptRows.zeros(spec, 1, 6, torch.device("cpu"))
+    kept = RewindLog.zeros(spec, 1, 6, torch.device("cpu"))
     windows = torch.zeros_like(kept.windows)
-    gated_delta.gated_delta_rows(mixed, a, b, decay, dt_bias, states, make_ragged([(0, 3, 5)]), spec, kept)
+    naive.gated_delta_rows(mixed, a, b, decay, dt_bias, states, make_ragged([(0, 3, 5)]), spec, kept)
     after = states.clone()
     for count in range(6):
         expected = before[None].clone()
         for t in range(count):  # token by token, as plain decode would
             one = make_ragged([(0, 3 + t, 1)])
-            gated_delta.gated_delta(mixed[t : t + 1], a[t : t + 1], b[t : t + 1], decay, dt_bias, expected, one, spec)
-        gated_delta.replay_rows(kept, torch.tensor([0, count]), states, windows)
+            naive.gated_delta(mixed[t : t + 1], a[t : t + 1], b[t : t + 1], decay, dt_bias, expected, one, spec)
+        naive.replay_rows(kept, torch.tensor([0, count]), states, windows)
         assert torch.equal(states, expected)
     assert torch.equal(states, after)

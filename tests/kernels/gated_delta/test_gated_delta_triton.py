@@ -9,7 +9,9 @@ import torch
 
 from rekindle.kernels.conv import naive as conv
 from rekindle.kernels.conv import triton as conv_triton
-from rekindle.kernels.gated_delta import KeptRows, naive, triton
+from rekindle.kernels.gated_delta import RewindLog, naive, triton
+from rekindle.kernels.gated_delta import rows as row_kernels
+from rekindle.kernels.gated_delta import step as step_kernel
 from rekindle.kernels.norm import naive as norm
 from rekindle.spec import DeltaSpec
 
@@ -45,6 +47,19 @@ def test_outputs_and_states_agree(make_ragged, spec, lengths):
     ragged = make_ragged([(slots[i], 5, length) for i, length in enumerate(lengths)])
     out = triton.gated_delta(*inputs, states, ragged, spec)
     expected = naive.gated_delta(*inputs, expected_states, ragged, spec)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(states, expected_states, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [2, 63, 64])
+def test_padding_of_a_recorded_chunk_is_computed_too_also_a_single_row_of_it(make_ragged, rows):
+    """The step is chosen by `lengths`, which say nothing of what is left for padding."""
+    torch.manual_seed(rows)
+    inputs, states = _inputs(64, TWICE), _states(3, TWICE)
+    expected_states = states.clone()
+    exact = make_ragged([(1, 5, rows), (2, 0, 64 - rows)])
+    out = triton.gated_delta(*inputs, states, replace(exact, lengths=(64, 0)), TWICE)
+    expected = naive.gated_delta(*inputs, expected_states, exact, TWICE)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(states, expected_states, atol=1e-5, rtol=1e-4)
 
@@ -92,7 +107,7 @@ def test_a_decode_step_is_convolution_then_recurrence_then_norm(make_ragged, spe
     ragged = make_ragged([(2, 5, 1), (0, 9, 1), (1, 0, 1)])
     for _ in range(4):  # longer than the window
         inputs = torch.randn(3, spec.conv_channels + 2)[:, : spec.conv_channels]
-        out = triton.gated_delta_step(
+        out = step_kernel.gated_delta_step(
             inputs, taps, windows, a, b, decay, dt_bias, states, ragged, spec, z, weight, 1e-6
         )
         mixed = conv.conv_silu(inputs, taps, expected_windows, ragged)
@@ -113,7 +128,7 @@ def test_padded_rows_that_share_a_slot_leave_the_others_alone(make_ragged):
         ragged = make_ragged([(0, 5, 1), (1, 0, 1), (1, 0, 1), (1, 0, 1)][:rows])
         parts = (x[:rows] for x in (a, b))
         args = (inputs[:rows], taps, windows, *parts, decay, dt_bias, states, ragged, THRICE, z[:rows], weight, 1e-6)
-        return triton.gated_delta_step(*args)
+        return step_kernel.gated_delta_step(*args)
 
     for _ in range(3):
         alone_states, alone_windows = states.clone(), windows.clone()
@@ -139,10 +154,10 @@ def test_kept_rows_are_those_of_the_definition_padding_included(make_ragged, spe
     ragged = make_ragged([(1, 3, 5), (2, 0, 3)])
     ragged = replace(ragged, lengths=(8, 0))  # as a recorded step sees it: a block of up to 8, and padding
     made = []
-    for kernels in ((triton, conv_triton), (naive, conv)):
+    for kernels in ((row_kernels, conv_triton), (naive, conv)):
         torch.manual_seed(5)
         states, windows = _states(3, spec), torch.randn(3, 3, spec.conv_channels)
-        kept = KeptRows.zeros(spec, 3, 8, torch.device("cpu"))
+        kept = RewindLog.zeros(spec, 3, 8, torch.device("cpu"))
         out = _block(spec, inputs, states, windows, ragged, kept, kernels)
         made.append((out, states, windows, kept.states, kept.windows, kept.inputs, kept.k, kept.delta, kept.g))
     for got, expected in zip(*made, strict=True):
@@ -151,10 +166,10 @@ def test_kept_rows_are_those_of_the_definition_padding_included(make_ragged, spe
 
 def test_padding_that_no_row_was_left_for_keeps_nothing(make_ragged):
     """A full block in a recorded step: the segment of padding behind it is empty."""
-    states, kept = _states(3, TWICE), KeptRows.zeros(TWICE, 3, 4, torch.device("cpu"))
+    states, kept = _states(3, TWICE), RewindLog.zeros(TWICE, 3, 4, torch.device("cpu"))
     before = states.clone()
     ragged = replace(make_ragged([(1, 0, 4), (2, 0, 0)]), lengths=(4, 0))
-    triton.gated_delta_rows(*_inputs(4, TWICE), states, ragged, TWICE, kept)
+    row_kernels.gated_delta_rows(*_inputs(4, TWICE), states, ragged, TWICE, kept)
     assert torch.equal(states[2], before[2])
     assert not torch.equal(states[1], before[1])
     assert kept.states[1].any()
@@ -167,18 +182,31 @@ def test_replayed_rows_rebuild_state_and_window_bit_for_bit(make_ragged, spec):
     inputs = _inputs(7, spec)
     states, windows = _states(2, spec), torch.randn(2, 3, spec.conv_channels)
     befores = states.clone(), windows.clone()
-    kept = KeptRows.zeros(spec, 2, 6, torch.device("cpu"))
-    kernels = triton, conv_triton
+    kept = RewindLog.zeros(spec, 2, 6, torch.device("cpu"))
+    kernels = row_kernels, conv_triton
     _block(spec, inputs, states, windows, make_ragged([(1, 3, 5), (0, 0, 2)]), kept, kernels)
     after = states.clone(), windows.clone()
     for count in range(6):
-        triton.replay_rows(kept, torch.tensor([1, count], dtype=torch.int32), states, windows)
+        row_kernels.replay_rows(kept, torch.tensor([1, count], dtype=torch.int32), states, windows)
         one, window = (x.clone() for x in befores)
         if count:  # as a shorter block would have left it
             part = tuple(x[:count] if x.ndim > 1 else x for x in inputs)
-            spare = KeptRows.zeros(spec, 2, 6, torch.device("cpu"))
+            spare = RewindLog.zeros(spec, 2, 6, torch.device("cpu"))
             _block(spec, part, one, window, make_ragged([(1, 3, count)]), spare, kernels)
         assert torch.equal(states[1], one[1])
         assert torch.equal(windows[1], window[1])
     assert torch.equal(states, after[0])
     assert torch.equal(windows, after[1])
+
+
+@pytest.mark.usefixtures("small_card")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_forms_of_smaller_cards_agree(make_ragged, dtype):
+    torch.manual_seed(5)
+    spec = DeltaSpec(1, 2, 16, 64, 4)
+    inputs, states = _inputs(70, spec, dtype), _states(1, spec)
+    expected_states, ragged = states.clone(), make_ragged([(0, 0, 70)])
+    out = triton.gated_delta(*inputs, states, ragged, spec)
+    expected = naive.gated_delta(*(x.float() for x in inputs), expected_states, ragged, spec)
+    assert _error(out, expected) < (1e-5 if dtype == torch.float32 else 5e-4)
+    assert _error(states, expected_states) < 1e-5

@@ -6,47 +6,18 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from support.matrices import drawn, error, made, random_rows
 from torch.nn.functional import silu
 
 from rekindle.kernels import matmul
-from rekindle.kernels.matmul import arrivals, naive
+from rekindle.kernels.matmul import expand, naive, scalar_gemv, tile_semaphores, tiled, tiles
 from rekindle.kernels.matmul import triton as fast
-from rekindle.kernels.matmul.arrivals import counters
-from rekindle.kernels.matmul.packing import FORMATS, join, pack
-from rekindle.kernels.matmul.types import Matrix, Packed
+from rekindle.kernels.matmul.packing import FORMATS
+from rekindle.kernels.matmul.tile_semaphores import semaphores
+from rekindle.kernels.matmul.types import Matrix
 
 TYPES = sorted(FORMATS)
 CPU = torch.device("cpu")
-
-
-def random_rows(type: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Valid stored rows: any bits for codes and integer scales, small positive and negative float16 where floats go."""
-    form = FORMATS[type]
-    random = np.random.default_rng(seed)
-    blocks = rows * columns // form.weights
-    raw = random.integers(0, 256, (blocks, form.nbytes), dtype=np.uint8)
-    at = {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q4_1": [0, 2], "Q5_1": [0, 2]}.get(type, [0])
-    for start in at:
-        size = random.uniform(0.002, 0.01, blocks) * random.choice([-1, 1], blocks)
-        raw[:, start : start + 2] = size.astype(np.float16)[:, None].view(np.uint8)
-    return raw.reshape(rows, -1)
-
-
-def made(type: str, rows: int, columns: int, seed: int = 0) -> tuple[Packed, Tensor]:
-    """A packed matrix and its values."""
-    raw = random_rows(type, rows, columns, seed)
-    values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type])
-    return pack(torch.from_numpy(raw), type, columns), torch.from_numpy(values)
-
-
-def error(out: Tensor, expected: Tensor) -> float:
-    assert out.isfinite().all(), "an element was not written"
-    return float((out.double() - expected.double()).norm() / expected.double().norm())
-
-
-def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 @pytest.mark.parametrize("type", TYPES)
@@ -81,13 +52,15 @@ def test_one_row_agrees_with_the_definition(type: str) -> None:
 def test_one_row_does_not_depend_on_the_tile(type: str, config: tuple[int, int, int]) -> None:
     packed, values = made(type, 9, 1280)
     x = drawn(1, 1280)
-    assert error(fast.multiply_row(x, packed, fast.RowConfig(*config)), naive.multiply(x, values)) < 2e-6
+    assert (
+        error(scalar_gemv.launch_row(x, [packed], scalar_gemv.RowConfig(*config))[0], naive.multiply(x, values)) < 2e-6
+    )
 
 
 def test_one_launch_serves_matrices_of_different_types() -> None:
     made_ones = [made("Q4_K", 10, 512), made("Q6_K", 7, 512, 1), made("Q8_0", 3, 512, 2)]
     dense = drawn(5, 512)
-    matrices = [Matrix((v.shape[0], 512), packed=p) for p, v in made_ones] + [matmul.dense_matrix(dense)]
+    matrices = [Matrix((v.shape[0], 512), packed=p) for p, v in made_ones] + [Matrix(tuple(dense.shape), dense=dense)]
     x = drawn(1, 512)
     outs = fast.multiply_row_by_all(x, [*matrices, matrices[0]])
     for out, values in zip(outs, [*(v for _, v in made_ones), dense, made_ones[0][1]], strict=True):
@@ -99,24 +72,24 @@ def test_one_launch_serves_matrices_of_different_types() -> None:
 def test_a_few_rows_agree_with_the_definition(type: str, rows: int) -> None:
     packed, values = made(type, 70, 256)
     x = drawn(rows, 256)
-    assert error(fast.few_rows(x, packed), naive.multiply(x, values)) < 2e-6
+    assert error(tiled.few_rows(x, packed), naive.multiply(x, values)) < 2e-6
 
 
 @pytest.mark.parametrize("rows", [3, 16, 64, 100])
 def test_any_number_of_rows_agrees(rows: int) -> None:
     packed, values = made("Q4_K", 33, 256)
     x = drawn(rows, 256)
-    assert error(fast.few_rows(x, packed), naive.multiply(x, values)) < 2e-6
+    assert error(tiled.few_rows(x, packed), naive.multiply(x, values)) < 2e-6
 
 
-def test_a_sum_cut_into_parts_is_the_same_sum_and_leaves_the_counters_at_zero() -> None:
+def test_a_sum_cut_into_parts_is_the_same_sum_and_leaves_the_semaphores_at_zero() -> None:
     packed, values = made("Q6_K", 70, 1280)
-    x, residual = drawn(5, 1280), drawn(5, 70)
-    config = fast.RowsConfig(out=32, blocks=4, split=4, warps=4, stages=2)
-    out = fast.few_rows(x, packed, residual=residual, config=config)
-    assert error(out, residual + naive.multiply(x, values)) < 2e-6
-    assert not counters(CPU).any()
-    assert torch.equal(out, fast.few_rows(x, packed, residual=residual, config=config))
+    x = drawn(5, 1280)
+    config = tiled.RowsConfig(out=32, blocks=4, split=4, warps=4, stages=2)
+    out = tiled.few_rows(x, packed, config=config)
+    assert error(out, naive.multiply(x, values)) < 2e-6
+    assert not semaphores(CPU).any()
+    assert torch.equal(out, tiled.few_rows(x, packed, config=config))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 130])
@@ -132,18 +105,11 @@ def test_swiglu_takes_matrices_of_different_types() -> None:
     assert error(fast.swiglu(x, gate, up), naive.swiglu(x, gate_values, up_values)) < 2e-6
 
 
-@pytest.mark.parametrize("rows", [1, 2, 130])
-def test_the_residual_is_added(rows: int) -> None:
-    packed, values = made("Q4_K", 21, 256)
-    x, residual = drawn(rows, 256), drawn(rows, 21)
-    assert error(fast.multiply(x, packed, residual), residual + naive.multiply(x, values)) < 2e-6
-
-
 @pytest.mark.parametrize("type", TYPES)
 def test_expand_gives_the_values(type: str) -> None:
     packed, values = made(type, 11, 768)
     out = torch.full((11, 768), float("nan"))
-    torch.testing.assert_close(fast.expand(packed, out), values, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(expand.expand(packed, out), values, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("type", ["Q4_K", "Q6_K", "Q8_0"])
@@ -151,15 +117,15 @@ def test_expand_gives_the_values(type: str) -> None:
 def test_gathered_rows_are_the_rows_asked_for(type: str, dtype: torch.dtype) -> None:
     packed, values = made(type, 11, 256)
     ids = torch.tensor([7, 0, 10, 7], dtype=dtype)
-    torch.testing.assert_close(fast.gather_rows(packed, ids), values[ids.long()], rtol=1e-6, atol=1e-7)
-    assert torch.equal(matmul.gather_rows(matmul.dense_matrix(values), ids), values[ids.long()])
+    torch.testing.assert_close(expand.gather_rows(packed, ids), values[ids.long()], rtol=1e-6, atol=1e-7)
+    assert torch.equal(matmul.gather_rows(Matrix((11, 256), dense=values), ids), values[ids.long()])
 
 
 def test_a_matrix_larger_than_the_scratch_is_expanded_by_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, values = made("Q4_K", 23, 256)
-    monkeypatch.setattr(fast, "SCRATCH", 2000)
-    x, residual = drawn(4, 256), drawn(4, 23)
-    assert error(fast.many_rows(x, packed, residual), residual + naive.multiply(x, values)) < 2e-6
+    monkeypatch.setattr(expand, "SCRATCH", 2000)
+    x = drawn(4, 256)
+    assert error(expand.many_rows(x, packed), naive.multiply(x, values)) < 2e-6
 
 
 def test_float16_rows_keep_their_type() -> None:
@@ -171,16 +137,10 @@ def test_float16_rows_keep_their_type() -> None:
         assert error(out, naive.multiply(x, values)) < 2e-3
 
 
-def test_joined_matrices_are_one_below_the_other() -> None:
-    (first, first_values), (second, second_values) = made("Q6_K", 6, 256), made("Q6_K", 5, 256, 1)
-    x = drawn(1, 256)
-    both = torch.cat((first_values, second_values))
-    assert error(fast.multiply(x, join([first, second])), naive.multiply(x, both)) < 2e-6
-
-
 @pytest.mark.parametrize("type", [*TYPES, "Q3_K"])
-def test_on_the_cpu_a_matrix_is_expanded(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_in_c_a_matrix_is_expanded_on_the_cpu(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "SLAB", 600)
+    monkeypatch.setattr(matmul.cpu, "can_multiply", lambda: False)
     if type == "Q3_K":
         raw = np.random.default_rng(0).integers(0, 60, (5, 110), dtype=np.uint8)
     else:
@@ -191,31 +151,43 @@ def test_on_the_cpu_a_matrix_is_expanded(type: str, monkeypatch: pytest.MonkeyPa
     assert torch.equal(matrix.values, values)
     x = drawn(3, 256)
     torch.testing.assert_close(matmul.multiply(x, matrix), x @ values.T)
-    torch.testing.assert_close(matmul.multiply_add(x, matrix, x[:, :5]), x[:, :5] + x @ values.T)
     torch.testing.assert_close(matmul.multiply_all(x, [matrix, matrix])[1], x @ values.T)
     torch.testing.assert_close(matmul.swiglu(x, matrix, matrix), silu(x @ values.T) * (x @ values.T))
 
 
 @pytest.mark.parametrize("type", ["F32", "F16", "BF16"])
-def test_plain_types_are_read_as_they_are(type: str) -> None:
+def test_plain_types_are_read_as_they_are(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul.cpu, "can_multiply", lambda: False)
     stored = drawn(3, 40).to(matmul.PLAIN[type])
     raw = stored.view(torch.uint8).numpy()
     matrix = matmul.make_matrix(raw, type, (3, 40), CPU, torch.float32)
     assert torch.equal(matrix.values, stored.float())
 
 
-def test_matrices_join_only_with_their_like() -> None:
-    first, second = drawn(2, 8), drawn(3, 8)
-    joined = matmul.join_matrices([matmul.dense_matrix(first), matmul.dense_matrix(second)])
-    assert joined is not None
-    assert torch.equal(joined.values, torch.cat((first, second)))
-    packed = Matrix((4, 256), packed=made("Q4_K", 4, 256)[0])
-    assert matmul.join_matrices([packed, Matrix((4, 256), packed=made("Q6_K", 4, 256)[0])]) is None
-
-
 def test_every_stream_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "stream_of", lambda device: 7)
-    beside = arrivals.counters(CPU)
-    assert arrivals.counters(CPU) is beside
-    monkeypatch.setattr(arrivals, "stream_of", lambda device: 0)
-    assert arrivals.counters(CPU) is not beside
+    monkeypatch.setattr(tile_semaphores, "stream_of", lambda device: 7)
+    beside = tile_semaphores.semaphores(CPU)
+    assert tile_semaphores.semaphores(CPU) is beside
+    monkeypatch.setattr(tile_semaphores, "stream_of", lambda device: 0)
+    assert tile_semaphores.semaphores(CPU) is not beside
+
+
+@pytest.mark.usefixtures("small_card")
+@pytest.mark.parametrize("type", ["Q4_K", "Q8_0"])
+def test_the_forms_of_smaller_cards_agree(type: str) -> None:
+    (gate, gate_values), (up, up_values) = made(type, 40, 256), made(type, 40, 256, seed=1)
+    x = drawn(17, 256)
+    assert error(fast.multiply(x, gate), naive.multiply(x, gate_values)) < 2e-6
+    expected = silu(naive.multiply(x, gate_values)) * naive.multiply(x, up_values)
+    assert error(fast.swiglu(x, gate, up), expected) < 2e-6
+
+
+@pytest.mark.parametrize("type", ["Q4_K", "Q5_0", "Q6_K"])
+def test_a_choice_between_addresses_reads_what_one_between_pointers_does(
+    type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (gate, _), (up, _) = made(type, 6, 512), made(type, 6, 512, seed=1)
+    x = drawn(1, 512)
+    expected = fast.swiglu(x, gate, up)
+    monkeypatch.setattr(tiles, "is_hip", lambda: True)
+    assert torch.equal(fast.swiglu(x, gate, up), expected)

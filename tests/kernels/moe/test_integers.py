@@ -1,4 +1,4 @@
-"""The expert kernels for NVIDIA's integer matrix units, with their instructions laid out on paper."""
+"""The expert kernels for NVIDIA's integer tensor cores, with their instructions laid out on paper."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from paper_units import array, lay_out, load_one, load_piece, memory, registers
-from test_moe import drawn, error, matrix, stack
+from support.expert_stacks import matrix, stack
+from support.matrices import drawn, error
+from support.paper_units import array, lay_out, load_one, load_piece, memory, registers
 from torch import Tensor
 
 from rekindle.kernels.matmul import mma
-from rekindle.kernels.moe import integers, naive, nvidia
+from rekindle.kernels.moe import integers, naive, tensor_core
 from rekindle.kernels.moe import triton as fast
 from rekindle.kernels.moe.types import SharedExpert
 
@@ -51,7 +52,7 @@ def integer_product(*operands: Any) -> tuple[tl.tensor, ...]:
 @pytest.fixture(autouse=True)
 def _paper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mma, "available", lambda x: x.dtype == BF16)
-    lay_out(monkeypatch, nvidia, integers)
+    lay_out(monkeypatch, tensor_core, integers)
     for name, function in {
         "load_codes": load_piece,
         "load_entry": load_piece,
@@ -130,13 +131,17 @@ def test_every_pair_is_in_one_tile_of_its_expert() -> None:
     assert tiles.tolist() == [2, 0, 4 + 1, 8 + 2, 0, 8 + 2, 0, 16 + 1, 20 + 2, 0, 20 + 2, 0]
 
 
-def test_rows_between_pairs_and_eights_take_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_between_pairs_and_groups_take_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer("Q4_K", "Q4_K")
     taken = []
-    ways = {"pairs": (nvidia, "by_pair"), "integers": (fast, "by_integers"), "eights": (fast, "by_units_group")}
+    ways = {
+        "pairs": (tensor_core, "by_pair"),
+        "integers": (fast, "by_integers"),
+        "groups": (fast, "by_group_on_tensor_cores"),
+    }
     for name, (module, function) in ways.items():
         monkeypatch.setattr(module, function, lambda *_, name=name: taken.append(name))
     for rows in (8, 9, 32, 33):
         h, ids, weights = drawn(rows, HIDDEN).to(BF16), torch.zeros(rows, 1, dtype=torch.int32), torch.ones(rows, 1)
         fast.moe(h, ids, weights, layer.gate, layer.up, layer.down)
-    assert taken == ["pairs", "integers", "integers", "eights"]
+    assert taken == ["pairs", "integers", "integers", "groups"]

@@ -29,19 +29,21 @@ def test_pages_arrive_as_they_were_and_nothing_else_is_written(
 
 @pytest.mark.parametrize("kernels", [naive, triton])
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_what_is_listed_comes_home_in_its_layer_alone(
+def test_listed_pages_are_copied_in_their_layer_alone(
     kernels: ModuleType, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "QUIET", 4)
     monkeypatch.setattr(triton, "BLOCK", 256)
-    pages = torch.randint(0, 255, (3, 13, 2, 64, 3, 34), dtype=torch.uint8)  # three layers of eight places, five berths
-    homes = torch.tensor([[page.data_ptr() for page in layer] for layer in pages])
-    ways, places, berths = torch.zeros(2, 9, dtype=torch.int32), [6, 0, 3, 7, 2], [8, 12, 9, 11, 10]
-    ways[:, 1:6] = torch.tensor([places, berths])
-    ways[0, 0] = count
+    pages = torch.randint(
+        0, 255, (3, 13, 2, 64, 3, 34), dtype=torch.uint8
+    )  # three layers of eight places, five sources
+    page_addresses = torch.tensor([[page.data_ptr() for page in layer] for layer in pages])
+    moves, places, sources = torch.zeros(2, 9, dtype=torch.int32), [6, 0, 3, 7, 2], [8, 12, 9, 11, 10]
+    moves[:, 1:6] = torch.tensor([places, sources])
+    moves[0, 0] = count
     wanted = pages.clone()
-    wanted[1, places[:count]] = pages[1, berths[:count]]
-    kernels.fetch_listed(homes, ways, 1, pages[0, 0].nbytes)
+    wanted[1, places[:count]] = pages[1, sources[:count]]
+    kernels.fetch_listed(page_addresses, moves, 1, pages[0, 0].nbytes)
     assert torch.equal(pages, wanted)
 
 

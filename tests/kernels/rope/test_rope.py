@@ -51,6 +51,6 @@ def test_norm_rope_store_is_norm_rope_then_store(make_ragged):
     out = rope.norm_rope_store(q, k, v, *weights, 1e-6, frequencies, kv, ragged)
     expected, k = rope.norm_rope(q, k, *weights, 1e-6, ragged.row_positions, frequencies)
     attention.store_kv(expected_kv, k, v, ragged)
-    assert torch.equal(out, expected)
-    assert torch.equal(kv, expected_kv)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(kv, expected_kv)
     assert out.is_contiguous()

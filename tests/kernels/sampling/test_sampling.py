@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from broken import broken_rows
+from support.broken_rows import broken_rows
 
 from rekindle.kernels import sampling
 
@@ -126,3 +126,16 @@ def test_a_greedy_row_of_no_numbers_beside_drawn_ones_gives_no_token():
     drawn = sampling.sample(logits, temperature, off, torch.ones(6), off, torch.full((6,), 0.5))
     assert drawn[0] >= 0
     assert drawn[1:].tolist() == [-1] * 5
+
+
+def test_a_mask_leaves_what_its_bits_allow_and_other_rows_as_they_are():
+    logits = torch.arange(3 * 70.0).view(3, 70)
+    allowed = {0, 31, 32, 63, 64}
+    words = [sum(1 << token % 32 for token in allowed if token // 32 == word) for word in range(3)]
+    masks = torch.tensor([words], dtype=torch.int64).to(torch.int32)
+    masked = sampling.keep_allowed(logits, masks, [1])
+    assert torch.equal(masked[[0, 2]], logits[[0, 2]])
+    assert set(masked[1].isfinite().nonzero()[:, 0].tolist()) == allowed
+    assert torch.equal(masked[1, sorted(allowed)], logits[1, sorted(allowed)])
+    narrow = sampling.keep_allowed(logits, masks[:, :1], [0])
+    assert set(narrow[0].isfinite().nonzero()[:, 0].tolist()) == {0, 31}, "beyond the mask nothing is allowed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from broken import broken_rows
+from support.broken_rows import broken_rows
 
 from rekindle.kernels.sampling import naive, triton
 
@@ -26,6 +26,18 @@ def _small_runs(monkeypatch):
     monkeypatch.setattr(triton, "RUN", 64)
     monkeypatch.setattr(triton, "FINAL", 32)
     monkeypatch.setattr(triton, "OPEN_PART", 64)
+
+
+def test_columns_that_a_view_leaves_out_are_never_drawn():
+    torch.manual_seed(7)
+    whole = torch.randn(4, 192)
+    whole[:, 181:] = 50.0
+    logits = whole[:, :181]
+    assert triton.argmax(logits).tolist() == logits.argmax(-1).tolist()
+    for top_k, draw in ((torch.randint(1, 17, (4,)), triton.draw_narrow), (torch.zeros(4), triton.draw_open)):
+        settings = _settings(4, top_k)
+        assert draw(logits, settings).tolist() == draw(logits.contiguous(), settings).tolist()
+        assert max(draw(logits, settings).tolist()) < 181
 
 
 def _settings(rows, top_k):
@@ -104,3 +116,15 @@ def test_logits_that_are_no_numbers_give_no_token_as_defined():
         drawn = triton.sample(logits, settings).tolist()
         assert drawn == _defined(logits, settings)
         assert drawn[1:] == [-1] * 5
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2], [3, 0]], ids=["every row", "one row", "some, in any order"])
+@pytest.mark.parametrize("words", [3, 2, 5], ids=["as wide as the vocabulary", "narrower", "wider"])
+def test_masks_agree(rows, words):
+    torch.manual_seed(8)
+    logits = torch.randn(4, 128)[:, :90]
+    logits[2, 7] = torch.nan
+    masks = torch.randint(-(2**31), 2**31, (len(rows), words), dtype=torch.int32)
+    found, expected = triton.keep_allowed(logits, masks, rows), naive.keep_allowed(logits, masks, rows)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert expected[2, 7].isnan()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rekindle.kernels.attention import naive
+from rekindle.kernels.attention import cpu, naive
 from rekindle.kernels.attention.naive import GROUP
 from rekindle.kernels.attention.rows import is_packed
 from rekindle.kernels.ragged import Ragged
@@ -30,29 +30,34 @@ def attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float) -> Tensor:
         from rekindle.kernels.attention import triton
 
         return triton.attend(q, kv, ragged, scale)
-    return naive.attend(q, kv, ragged, scale)
+    return cpu.attend(q, kv, ragged, scale, None) if cpu.reads(q, kv) else naive.attend(q, kv, ragged, scale)
 
 
 def attend_gated(q: Tensor, kv: Tensor, ragged: Ragged, scale: float, gate: Tensor) -> Tensor:
-    """sigmoid_gate(attend(…), gate) -> [rows, heads · dim]; on a GPU the gate costs no launch of its own."""
+    """sigmoid_gate(attend(…), gate) -> [rows, heads · dim]; the gate costs no launch of its own, and no call."""
     if kv.is_cuda:
         from rekindle.kernels.attention import triton
 
         return triton.attend_gated(q, kv, ragged, scale, gate)
+    if cpu.reads(q, kv):
+        return cpu.attend(q, kv, ragged, scale, gate).flatten(1)
     return naive.sigmoid_gate(naive.attend(q, kv, ragged, scale), gate)
 
 
-def attend_far(q: Tensor, kv: Tensor, homes: Tensor, ragged: Ragged, scale: float, gate: Tensor | None) -> Tensor:
+def attend_far(
+    q: Tensor, kv: Tensor, page_addresses: Tensor, ragged: Ragged, scale: float, gate: Tensor | None
+) -> Tensor:
     """attend_gated, or attend, over pages that lie anywhere -> [rows, heads · dim]; for segments of FAR_ROWS at most.
 
-    Tables hold numbers; page n lies at the address homes[n] (int64), in the pool or in pinned host memory. kv says of
-    what type and shape pages are.
+    Tables hold page ids; page n lies at page_addresses[n] (int64), in the pool or in pinned host memory. kv gives the
+    type and shape of pages.
     """
     if kv.is_cuda:
         from rekindle.kernels.attention import far
 
-        return far.attend_far(q, kv, homes, ragged, scale, gate)
-    return naive.attend_far(q, kv, homes, ragged, scale, gate)
+        return far.attend_far(q, kv, page_addresses, ragged, scale, gate)
+    kv, ragged = naive.bring_together(kv, page_addresses, ragged)
+    return attend(q, kv, ragged, scale).flatten(1) if gate is None else attend_gated(q, kv, ragged, scale, gate)
 
 
 def attend_partial(
@@ -67,6 +72,8 @@ def attend_partial(
         from rekindle.kernels.attention import triton
 
         return triton.attend_partial(q, kv, pages, page_positions, row_positions, scale)
+    if cpu.reads(q, kv) and len(pages) <= GROUP:
+        return cpu.attend_partial(q, kv, pages, page_positions, row_positions, scale)
     return naive.attend_partial(q, kv, pages, page_positions, row_positions, scale)
 
 
@@ -81,7 +88,7 @@ def attend_whole(q: Tensor, kv: Tensor, pages: Tensor, scale: float) -> tuple[Te
 
 def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
     """Attention over the union of the parts: outs [rows, heads, dim], lses [rows, heads] -> float32."""
-    return naive.merge_partials(outs, lses)
+    return cpu.merge_partials(outs, lses) if cpu.merges(outs) else naive.merge_partials(outs, lses)
 
 
 def sigmoid_gate(o: Tensor, gate: Tensor) -> Tensor:
@@ -90,6 +97,8 @@ def sigmoid_gate(o: Tensor, gate: Tensor) -> Tensor:
         from rekindle.kernels.attention import triton
 
         return triton.sigmoid_gate(o, gate)
+    if cpu.merges([o]):
+        return cpu.sigmoid_gate(o, gate)
     return naive.sigmoid_gate(o, gate)
 
 

@@ -14,17 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rekindle.kernels.attention.rows import BLOCK, is_packed
+from rekindle.kernels.attention.rows import is_packed
 from rekindle.kernels.attention.triton import load_tile, views
-from rekindle.kernels.device import is_roomy
+from rekindle.kernels.device import dot_precision, filling, is_roomy
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import PAGE
+from rekindle.spec.attention import Q8_BLOCK, most_splits
 
-PROGRAMS = 256  # that ask for pages at a time: far more than the link has on its way, few enough to merge
+PROGRAMS_EACH = 2  # on a multiprocessor, that ask for pages: more than the link has in flight, few enough to merge
 TILE_KEYS = 32  # keys that a program asks for at a time
 
 
-def attend_far(q: Tensor, kv: Tensor, homes: Tensor, ragged: Ragged, scale: float, gate: Tensor | None) -> Tensor:
+def attend_far(
+    q: Tensor, kv: Tensor, page_addresses: Tensor, ragged: Ragged, scale: float, gate: Tensor | None
+) -> Tensor:
     rows, heads, dim = q.shape
     kv_heads, segments, longest = kv.shape[3], ragged.segments, max(ragged.lengths)
     assert q.stride(2) == 1, "the values of a head lie side by side"
@@ -33,15 +36,16 @@ def attend_far(q: Tensor, kv: Tensor, homes: Tensor, ragged: Ragged, scale: floa
     tile_rows, stages = _tile(longest * group, q)
     tiles = triton.cdiv(longest * group, tile_rows)
     busy = sum(length > 0 for length in ragged.lengths)
-    splits = max(1, min(PROGRAMS // (tiles * kv_heads * busy), ragged.tables.shape[1]))
+    programs = filling(q.device, PROGRAMS_EACH) // (tiles * kv_heads * busy)
+    splits = max(1, min(programs, ragged.tables.shape[1], most_splits(rows, heads)))
     parts = torch.empty((splits, rows, heads, dim), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((splits, rows, heads), dtype=torch.float32, device=q.device)
     values, scales = views(kv)
     _far_kernel[(splits * tiles, kv_heads, segments)](
-        q, values, scales, homes, ragged.tables, ragged.starts, ragged.row_places, parts, part_lse,
+        q, values, scales, page_addresses, ragged.tables, ragged.starts, ragged.row_places, parts, part_lse,
         ragged.tables.stride(0), q.stride(0), q.stride(1), rows, splits, scale * 1.4426950408889634,
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=tile_rows, TILE_KEYS=TILE_KEYS, PAGE=PAGE,
-        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", PACKED=is_packed(kv), BLOCK=BLOCK,
+        PRECISION=dot_precision(q.device, q.dtype), PACKED=is_packed(kv), BLOCK=Q8_BLOCK,
         num_warps=4 if tile_rows < 128 else 8, num_stages=stages,
     )  # fmt: skip
     out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
@@ -69,7 +73,7 @@ def _pages_seen(starts, row_places, segment, PAGE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["table_row", "rows", "splits"])
 def _far_kernel(
-    q, kv, scales, homes, tables, starts, row_places, parts, part_lse,
+    q, kv, scales, page_addresses, tables, starts, row_places, parts, part_lse,
     table_row, q_row, q_head, rows, splits, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     PAGE: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
@@ -99,11 +103,11 @@ def _far_kernel(
     for i in range(0, tl.cdiv(pages - split, splits) * per_page):
         page = split + i // per_page * splits
         first = i % per_page * TILE_KEYS
-        address = tl.multiple_of(tl.load(homes + tl.load(table + page)), 16)
+        address = tl.multiple_of(tl.load(page_addresses + tl.load(table + page)), 16)
         at_values = tl.multiple_of(address.to(tl.pointer_type(kv.dtype.element_ty)), 16)
         at_scales = tl.multiple_of(address.to(tl.pointer_type(scales.dtype.element_ty)), 16)
         key = page * PAGE + first + n
-        written = (key <= highest)[:, None]  # behind lies memory nobody wrote, NaN perhaps
+        written = (key <= highest)[:, None]  # later keys are uninitialised memory, NaN perhaps
         at = first * KV_HEADS + kv_head
         keys = load_tile(at_values, at_scales, at, n, written, queries.dtype, KV_HEADS, DIM, PACKED, BLOCK)
         at += PAGE * KV_HEADS

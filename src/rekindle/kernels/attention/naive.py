@@ -3,7 +3,7 @@
 kv of one layer is [pages, 2, PAGE, kv_heads, row]; rows.py says what a row is. A segment attends groups of GROUP pages,
 in ascending position, and merges the groups by their log-sum-exp. Every group is first gathered into memory of its own,
 so the bits of a result depend on tokens, position and length alone: not on the physical pages, not on the other
-segments. Whoever attends pages that lie elsewhere gets the same bits by running the same groups through
+segments. A caller that attends pages in turns gets the same bits by running the same groups through
 `attend_partial` and `merge_partials`.
 """
 
@@ -43,16 +43,23 @@ def attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float) -> Tensor:
     return out
 
 
-def attend_far(q: Tensor, kv: Tensor, homes: Tensor, ragged: Ragged, scale: float, gate: Tensor | None) -> Tensor:
-    """`attend`, gated, over pages that are first brought together from where they lie."""
+def bring_together(kv: Tensor, page_addresses: Tensor, ragged: Ragged) -> tuple[Tensor, Ragged]:
+    """The attended pages from where they lie, and the batch with tables that name them."""
     gathered, tables = list[Tensor](), torch.zeros_like(ragged.tables)
     for i, _, segment in ragged.walk():
         for j in range(int(ragged.row_places[segment.stop - 1]) // PAGE + 1):
-            address = int(homes[ragged.tables[i, j]])
+            address = int(page_addresses[ragged.tables[i, j]])
             tables[i, j] = len(gathered)
             page = torch.frombuffer(bytearray(ctypes.string_at(address, kv[0].nbytes)), dtype=kv.dtype)
             gathered.append(page.view(kv.shape[1:]))
-    out = attend(q, torch.stack(gathered), replace(ragged, tables=tables), scale)
+    return torch.stack(gathered), replace(ragged, tables=tables)
+
+
+def attend_far(
+    q: Tensor, kv: Tensor, page_addresses: Tensor, ragged: Ragged, scale: float, gate: Tensor | None
+) -> Tensor:
+    """`attend`, gated, over pages that are first brought together from where they lie."""
+    out = attend(q, *bring_together(kv, page_addresses, ragged), scale)
     return out.flatten(1) if gate is None else sigmoid_gate(out, gate)
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 32  # q8: values that share a scale
+from rekindle.spec.attention import Q8_BLOCK
+
 KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8": torch.uint8}
 
 
@@ -19,8 +20,8 @@ def row_size(kv_type: str, head_dim: int) -> int:
     """Elements of the KV type's dtype in one row."""
     if kv_type != "q8":
         return head_dim
-    assert head_dim % BLOCK == 0, f"q8 KV packs {BLOCK} values, the heads have {head_dim}"
-    return head_dim + 2 * (head_dim // BLOCK)
+    assert head_dim % Q8_BLOCK == 0, f"q8 KV packs {Q8_BLOCK} values, the heads have {head_dim}"
+    return head_dim + 2 * (head_dim // Q8_BLOCK)
 
 
 def is_packed(kv: Tensor) -> bool:
@@ -31,7 +32,7 @@ def to_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Values [..., head_dim] as rows [..., row] of the kv tensor's dtype."""
     if dtype is not torch.uint8:
         return x.to(dtype)
-    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    blocks = x.float().unflatten(-1, (-1, Q8_BLOCK))
     scales = (blocks.abs().amax(-1, keepdim=True) / 127).half()
     steps = scales.float().masked_fill(scales == 0, 1.0)  # a block of zeros stays zeros
     values = (blocks / steps).round_().clamp_(-127, 127).to(torch.int8).flatten(-2)
@@ -42,7 +43,7 @@ def from_rows(rows: Tensor) -> Tensor:
     """Rows [..., row] as float32 values [..., head_dim]."""
     if not is_packed(rows):
         return rows.float()
-    head_dim = rows.shape[-1] // (BLOCK + 2) * BLOCK
-    values = rows[..., :head_dim].view(torch.int8).unflatten(-1, (-1, BLOCK))
+    head_dim = rows.shape[-1] // (Q8_BLOCK + 2) * Q8_BLOCK
+    values = rows[..., :head_dim].view(torch.int8).unflatten(-1, (-1, Q8_BLOCK))
     scales = rows[..., head_dim:].view(torch.float16)
     return (values.float() * scales.float()[..., None]).flatten(-2)

@@ -6,7 +6,7 @@ flat rows. Few flat rows over a long context are split over the positions (flash
 in float32 with its log-sum-exp, and a second kernel merges them. Where the device has room for it every page has a
 program, which asks for it while the launch before still runs. How many splits have work is computed from the position
 on the device, so a captured graph serves every context length. Packed rows (rows.py) are unpacked tile by
-tile, on the way to the matrix units. float32 queries over 16-bit pages go in, and so do the weights of values, as two
+tile, on the way to the tensor cores. float32 queries over 16-bit pages go in, and so do the weights of values, as two
 numbers of the pages' type, of which the second holds what the first has lost.
 """
 
@@ -20,20 +20,29 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rekindle.kernels.attention.rows import BLOCK, is_packed
-from rekindle.kernels.device import is_roomy, starting_early
-from rekindle.kernels.matmul.mma import ask_for
+from rekindle.kernels.attention.rows import is_packed
+from rekindle.kernels.device import (
+    LEAST,
+    ORDINARY,
+    ROOMY,
+    dot_precision,
+    fitting,
+    is_roomy,
+    pdl_arguments,
+    processors,
+)
+from rekindle.kernels.matmul.ptx import ask_for
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import PAGE
+from rekindle.spec.attention import Q8_BLOCK, most_splits
 
-PROGRAMS = 264  # programs that fill the device: two for each of the 132 multiprocessors of the largest card in mind
 WIDE = 128  # flat rows from which a program has a multiprocessor to itself: a second wave would only add parts to merge
-FEW = 16  # rows of a block to verify: up to here keys are read for few queries, and bandwidth decides
+FEW_ROWS = 16  # rows of a block to verify: up to here keys are read for few queries, and bandwidth decides
 COLUMNS = 32  # values of a head that one program merges …
-PARTS = 64  # … from so many splits at a time
+PARTS = 64  # … and splits that it reads at a time
 
 
-class Form(NamedTuple):
+class LaunchShape(NamedTuple):
     """How a launch is cut up."""
 
     rows: int  # flat rows of one program
@@ -44,6 +53,14 @@ class Form(NamedTuple):
     ahead: bool = False  # the first tiles are asked for early, and one loop runs over all of them
 
 
+# Of few flat rows, of some, of many, and of float32 queries over 16-bit pages.
+# The page of a tile is itself a load, so each buffered tile costs two stages.
+FEW = {ROOMY: LaunchShape(16, 32, 4, 7), ORDINARY: LaunchShape(16, 32, 4, 5), LEAST: LaunchShape(16, 32, 8, 2)}
+SOME = {ROOMY: LaunchShape(64, 64, 8, 2), ORDINARY: LaunchShape(64, 32, 8, 3), LEAST: LaunchShape(64, 32, 8, 1)}
+MANY = SOME | {ROOMY: LaunchShape(128, 64, 8, 2)}
+IN_HALVES = {ROOMY: LaunchShape(64, 64, 4, 2), ORDINARY: LaunchShape(32, 32, 4, 3), LEAST: LaunchShape(32, 32, 8, 2)}
+
+
 def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
     rows, kv_heads, dim = k.shape
     assert all((kv.is_contiguous(), k.stride(2) == 1, v.stride(2) == 1)), "pages are dense, heads side by side"
@@ -51,7 +68,7 @@ def store_kv(kv: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
     _store_kernel[(rows, 2 * kv_heads)](
         values, scales, k, v, ragged.row_places, ragged.row_segments, ragged.tables, ragged.tables.stride(0),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        KV_HEADS=kv_heads, DIM=dim, WIDE=triton.next_power_of_2(dim), PAGE=PAGE, PACKED=is_packed(kv), BLOCK=BLOCK,
+        KV_HEADS=kv_heads, DIM=dim, WIDE=triton.next_power_of_2(dim), PAGE=PAGE, PACKED=is_packed(kv), BLOCK=Q8_BLOCK,
         num_warps=1,
     )  # fmt: skip
 
@@ -111,9 +128,9 @@ def attend_gated(q: Tensor, kv: Tensor, ragged: Ragged, scale: float, gate: Tens
 
 def _attend(q: Tensor, kv: Tensor, ragged: Ragged, scale: float, out: Tensor, gate: Tensor | None) -> None:
     """Segments of few rows and segments of many want other tiles and splits, so they go in launches of their own."""
-    few = [n for n in ragged.lengths if 0 < n <= FEW]
-    many = [n for n in ragged.lengths if n > FEW]
-    for lengths, shortest in ((few, 1), (many, FEW + 1 if few else 1)):
+    few = [n for n in ragged.lengths if 0 < n <= FEW_ROWS]
+    many = [n for n in ragged.lengths if n > FEW_ROWS]
+    for lengths, shortest in ((few, 1), (many, FEW_ROWS + 1 if few else 1)):
         if lengths:
             _launch(
                 q, kv, ragged.tables, None, ragged.starts, ragged.row_places,
@@ -160,19 +177,20 @@ def _launch(
 ) -> None:
     """Attend the segments of shortest to longest rows; there are `busy` of them.
 
-    early: positions and tables were there before the launch in front of this one began, as in every forward, whose
-    first launch brings them: they are read before the wait for that launch."""
+    early: positions and tables were written before the previous launch began, as in every forward, whose first launch
+    copies them: they are read before gdc_wait."""
     _, heads, dim = q.shape
     kv_heads = kv.shape[3]
     assert all((kv.is_contiguous(), q.stride(2) == 1)), "pages are dense, heads side by side"
     assert dim & (dim - 1) == 0, f"head dim {dim} must be a power of two"
     group, segments = heads // kv_heads, starts.shape[0] - 1
     pages = tables.shape[1]
-    form = _form(longest * group, early and pages * kv_heads * busy <= PROGRAMS, q, kv)
-    tiles = triton.cdiv(longest * group, form.rows)
-    most = triton.cdiv(pages * PAGE, form.least * form.keys)  # splits that could have work
-    programs = PROGRAMS // 2 if form.rows >= WIDE else PROGRAMS
-    splits = max(1, min(programs // (tiles * kv_heads * busy), most, 256))
+    programs = 2 * processors(q.device)  # fill it
+    shape = _form(longest * group, early and pages * kv_heads * busy <= programs, q, kv)
+    tiles = triton.cdiv(longest * group, shape.rows)
+    most = triton.cdiv(pages * PAGE, shape.least * shape.keys)  # splits that could have work
+    programs = programs // 2 if shape.rows >= WIDE else programs
+    splits = max(1, min(programs // (tiles * kv_heads * busy), most, 256, most_splits(segments * longest, heads)))
     single = longest == 1 and busy == segments
     split = splits > 1
     parts = (
@@ -185,18 +203,20 @@ def _launch(
         tables.stride(0), pages, q.stride(0), q.stride(1),
         0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), shortest, longest, splits,
         scale * 1.4426950408889634,
-        SPLIT=split, SINGLE=single, AHEAD=form.ahead, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=form.rows,
-        TILE_KEYS=form.keys, PAGE=PAGE, LEAST=form.least, PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
-        PACKED=is_packed(kv), BLOCK=BLOCK, HALVES=_in_halves(q, kv),
-        num_warps=form.warps, num_stages=form.stages, **starting_early(q.device),
+        SPLIT=split, SINGLE=single, AHEAD=shape.ahead, GROUP=group, KV_HEADS=kv_heads, DIM=dim, TILE_ROWS=shape.rows,
+        TILE_KEYS=shape.keys, PAGE=PAGE, LEAST=shape.least, PRECISION=dot_precision(q.device, q.dtype),
+        PACKED=is_packed(kv), BLOCK=Q8_BLOCK, HALVES=_in_halves(q, kv),
+        num_warps=shape.warps, num_stages=shape.stages, **pdl_arguments(q.device),
     )  # fmt: skip
     if split:
-        columns = min(COLUMNS, dim)
+        # Many rows are merged from few splits: a program takes more values of a head then, and not so many splits.
+        block = PARTS if longest <= FEW_ROWS else min(PARTS, triton.next_power_of_2(splits))
+        columns = min(COLUMNS * PARTS // block, dim)
         _merge_kernel[(dim // columns, heads, segments * longest)](
             parts, part_lse, out, lse, gate, starts, row_positions, pages,
             0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1), shortest, longest, splits,
-            HEADS=heads, DIM=dim, COLUMNS=columns, BLOCK=PARTS, TILE_KEYS=form.keys, PAGE=PAGE, LEAST=form.least,
-            LISTED=page_positions is not None, SINGLE=single, AHEAD=early, num_warps=4, **starting_early(q.device),
+            HEADS=heads, DIM=dim, COLUMNS=columns, BLOCK=block, TILE_KEYS=shape.keys, PAGE=PAGE, LEAST=shape.least,
+            LISTED=page_positions is not None, SINGLE=single, AHEAD=early, num_warps=4, **pdl_arguments(q.device),
         )  # fmt: skip
 
 
@@ -204,21 +224,16 @@ def _in_halves(q: Tensor, kv: Tensor) -> bool:
     return q.dtype == torch.float32 and kv.dtype in (torch.float16, torch.bfloat16)
 
 
-def _form(flat_rows: int, paged: bool, q: Tensor, kv: Tensor) -> Form:
-    """For so many flat rows of a segment; paged: the device has room for a program per page."""
+def _form(flat_rows: int, paged: bool, q: Tensor, kv: Tensor) -> LaunchShape:
+    """For segments of up to flat_rows flat rows; paged: the device has room for a program per page."""
     halves = _in_halves(q, kv)
     if q.dtype == torch.float32 and not halves:
-        return Form(16, 16, 4, 1, ahead=paged and flat_rows <= 16)
+        return LaunchShape(16, 16, 4, 1, ahead=paged and flat_rows <= 16)
     if flat_rows <= 16:
         if paged and is_roomy(q.device):
-            return Form(16, PAGE, 4, 3, least=1, ahead=True)  # all of the page is on its way at once
-        # the page of a tile is itself a load, so each buffered tile costs two stages
-        return Form(16, 32, 4, 7 if is_roomy(q.device) else 5)
-    if halves:
-        return Form(64, 64, 4, 2) if is_roomy(q.device) else Form(32, 32, 4, 3)
-    if not is_roomy(q.device):
-        return Form(64, 32, 4, 3)
-    return Form(64, 64, 8, 2) if flat_rows <= 64 else Form(128, 64, 8, 2)
+            return LaunchShape(16, PAGE, 4, 3, least=1, ahead=True)  # all of the page is on its way at once
+        return fitting(q.device, FEW)
+    return fitting(q.device, IN_HALVES if halves else SOME if flat_rows <= 64 else MANY)
 
 
 @triton.jit
@@ -301,9 +316,9 @@ def _attend_kernel(
     table_row, table_pages, q_row, q_head, gate_row, gate_head, shortest, longest, splits, scale,
     SPLIT: tl.constexpr, SINGLE: tl.constexpr, AHEAD: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         if not AHEAD:
             gdc_wait()
@@ -339,7 +354,7 @@ def _attend_kernel(
         last = tl.minimum(last, first + share)
     n = tl.arange(0, TILE_KEYS)
     table = tables + segment.to(tl.int64) * table_row
-    if AHEAD and EARLY:
+    if AHEAD and PDL:
         # What this step itself stores may not be there yet, so keys are asked for and not loaded.
         for t in range(first, tl.where(idle, first, tl.minimum(last, first + LEAST))):
             page = tl.load(table + t * TILE_KEYS // PAGE).to(tl.int64)
@@ -382,7 +397,7 @@ def _attend_kernel(
         key = t * TILE_KEYS + n
         if page_positions is not None:
             key = tl.load(page_positions + t * TILE_KEYS // PAGE).to(tl.int32) + t * TILE_KEYS % PAGE + n
-        written = (key <= highest)[:, None]  # behind lies memory nobody wrote, NaN perhaps
+        written = (key <= highest)[:, None]  # later keys are uninitialised memory, NaN perhaps
         keys = load_tile(kv, scales, at, n, written, kind, KV_HEADS, DIM, PACKED, BLOCK)
         scores = _scores(queries, lost, keys, scale, PRECISION, HALVES)
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
@@ -417,9 +432,9 @@ def _merge_kernel(
     parts, part_lse, out, lse, gate, starts, row_positions, table_pages, gate_row, gate_head,
     shortest, longest, splits, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     TILE_KEYS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, LISTED: tl.constexpr, SINGLE: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         if not AHEAD:
             gdc_wait()
@@ -431,7 +446,7 @@ def _merge_kernel(
     whole = table_pages * PAGE if LISTED else tl.load(row_positions + start + length - 1, mask=not idle, other=0) + 1
     share = _share(whole, splits, TILE_KEYS, LEAST)
     worked = tl.cdiv(tl.cdiv(whole, TILE_KEYS), share)
-    if AHEAD and EARLY:
+    if AHEAD and PDL:
         gdc_wait()
     if idle:
         return

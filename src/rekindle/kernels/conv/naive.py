@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from rekindle.kernels.kept import KeptRows
 from rekindle.kernels.ragged import Ragged
+from rekindle.kernels.rewind_log import RewindLog
 
 
-def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged, kept: KeptRows | None = None) -> Tensor:
+def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged, log: RewindLog | None = None) -> Tensor:
     """u [rows, channels], weight [channels, width] oldest first; windows [slots, width - 1, channels] move on.
 
     Segment by segment, so that a segment's bits cannot depend on who shares the batch.
     """
     out = torch.empty_like(u)
     for _, slot, rows in ragged.walk():
-        if kept is not None:
-            kept.windows[slot] = windows[slot]
-            kept.inputs[slot, : rows.stop - rows.start] = u[rows]
+        if log is not None:
+            log.windows[slot] = windows[slot]
+            log.inputs[slot, : rows.stop - rows.start] = u[rows]
         out[rows] = _segment(u[rows], weight.float(), windows[slot])
     return out
 

@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rekindle.kernels.kept import KeptRows
 from rekindle.kernels.ragged import Ragged
+from rekindle.kernels.rewind_log import RewindLog
 
 PREFILL = (32, 128, 4)  # rows, channels and warps of one program over longer segments
 DECODE = (256, 2)  # channels and warps of one program over single rows
 
 
-def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged, kept: KeptRows | None = None) -> Tensor:
+def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged, log: RewindLog | None = None) -> Tensor:
     rows, channels = u.shape
     width = weight.shape[1]
     assert all((u.stride(1) == 1, weight.is_contiguous(), windows.is_contiguous())), "channels lie side by side"
@@ -31,16 +31,16 @@ def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged, kept: 
         block_rows = 16 if longest <= 16 else most  # two kernels for all lengths
     _conv_kernel[(triton.cdiv(channels, block), triton.cdiv(longest, block_rows), ragged.segments)](
         u, weight, windows, out, ragged.starts, ragged.slots,
-        None if kept is None else kept.windows, None if kept is None else kept.inputs,
-        u.stride(0), channels, 0 if kept is None else kept.rows,
+        None if log is None else log.windows, None if log is None else log.inputs,
+        u.stride(0), channels, 0 if log is None else log.rows,
         WIDTH=width, ROWS=block_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["kept_rows"])
+@triton.jit(do_not_specialize=["log_rows"])
 def _conv_kernel(
-    u, weight, windows, out, starts, slots, kept_windows, kept_inputs, u_row, channels, kept_rows,
+    u, weight, windows, out, starts, slots, log_windows, log_inputs, u_row, channels, log_rows,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(2)
@@ -69,13 +69,13 @@ def _conv_kernel(
         total += value * factor[None, :]
     at = out + (start + row)[:, None] * channels + channel[None, :]
     tl.store(at, (total * tl.sigmoid(total)).to(out.dtype.element_ty), mask=(row < length)[:, None] & inside)
-    if kept_inputs is not None:
+    if log_inputs is not None:
         raw = tl.load(u + (start + row)[:, None] * u_row + channel[None, :], mask=(row < length)[:, None] & inside)
-        to = kept_inputs + (slot * kept_rows + row)[:, None] * channels + channel[None, :]
+        to = log_inputs + (slot * log_rows + row)[:, None] * channels + channel[None, :]
         tl.store(to, raw.to(tl.float32), mask=(row < length)[:, None] & inside)
     if first == 0:
-        if kept_windows is not None:
-            _keep_window(window, kept_windows + slot * (WIDTH - 1) * channels, channel, channels, WIDTH)
+        if log_windows is not None:
+            _keep_window(window, log_windows + slot * (WIDTH - 1) * channels, channel, channels, WIDTH)
         _move_window(u, window, start, length, u_row, channel, channels, WIDTH)
 
 

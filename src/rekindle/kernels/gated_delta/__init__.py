@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from rekindle.kernels.conv import conv_silu
-from rekindle.kernels.gated_delta import chunked, naive
-from rekindle.kernels.kept import KeptRows
+from rekindle.kernels.gated_delta import chunked, cpu, naive
 from rekindle.kernels.norm import gated_rms_norm
 from rekindle.kernels.ragged import Ragged
+from rekindle.kernels.rewind_log import RewindLog
 from rekindle.spec import DeltaSpec
 
 
@@ -55,19 +55,27 @@ def gated_delta_step(
     z: Tensor,
     weight: Tensor,
     eps: float,
+    log: RewindLog | None = None,
 ) -> Tensor:
     """gated_rms_norm(gated_delta(conv_silu(inputs, taps, windows), …), z, weight, eps) -> [rows, inner].
 
-    On a GPU single rows take one launch where the convolution has the usual four taps. It may read the state before
-    the launch in front of it is done: between two steps on one state a launch must lie that does not start early, as
-    the copy of its inputs does with which every forward begins (`starting_early`).
-    """
-    if inputs.is_cuda and ragged.decodes and spec.conv_width == 4:
-        from rekindle.kernels.gated_delta import triton
+    With `log` every segment's rows stay beside the state, so that rewind can rebuild it exactly.
 
-        return triton.gated_delta_step(
-            inputs, taps, windows, a, b, decay, dt_bias, states, ragged, spec, z, weight, eps
+    On a CPU it is one call, which takes row after row. On a GPU single rows take one launch where the convolution has
+    the usual four taps. It may read the state before the previous launch is done: a forward begins with one launch
+    without PDL, the copy of its inputs, and only after it may kernels read state before their wait (`pdl_arguments`).
+    """
+    if cpu.reads(inputs, spec.conv_width):
+        return cpu.gated_delta_step(
+            inputs, taps, windows, a, b, decay, dt_bias, states, ragged, spec, z, weight, eps, log
         )
+    if log is not None:
+        mixed = conv_silu(inputs, taps, windows, ragged, log)
+        return gated_rms_norm(gated_delta_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, log), z, weight, eps)
+    if inputs.is_cuda and ragged.decodes and spec.conv_width == 4:
+        from rekindle.kernels.gated_delta import step
+
+        return step.gated_delta_step(inputs, taps, windows, a, b, decay, dt_bias, states, ragged, spec, z, weight, eps)
     mixed = conv_silu(inputs, taps, windows, ragged)
     return gated_rms_norm(gated_delta(mixed, a, b, decay, dt_bias, states, ragged, spec), z, weight, eps)
 
@@ -81,26 +89,28 @@ def gated_delta_rows(
     states: Tensor,
     ragged: Ragged,
     spec: DeltaSpec,
-    kept: KeptRows,
+    log: RewindLog,
 ) -> Tensor:
-    """gated_delta, row after row; `kept` gets the states as they were and what every row did to them."""
+    """gated_delta, row after row; `log` gets the states as they were and what every row did to them."""
     if mixed.is_cuda:
-        from rekindle.kernels.gated_delta import triton
+        from rekindle.kernels.gated_delta import rows
 
-        return triton.gated_delta_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, kept)
-    return naive.gated_delta_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, kept)
+        return rows.gated_delta_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, log)
+    return naive.gated_delta_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, log)
 
 
-def replay_rows(kept: KeptRows, where: Tensor, states: Tensor, windows: Tensor) -> None:
+def replay_rows(log: RewindLog, where: Tensor, states: Tensor, windows: Tensor) -> None:
     """Put a slot's state and window where they stood after the first `count` rows of its last block, bit for bit as
-    gated_delta_rows and conv_silu made them. where: int32 [2], slot and count.
+    the rows that kept them made them. where: int32 [2], slot and count.
     """
     if states.is_cuda:
-        from rekindle.kernels.gated_delta import triton
+        from rekindle.kernels.gated_delta import rows
 
-        triton.replay_rows(kept, where, states, windows)
+        rows.replay_rows(log, where, states, windows)
+    elif cpu.reads(states, windows.shape[1] + 1):
+        cpu.replay_rows(log, where, states, windows)
     else:
-        naive.replay_rows(kept, where, states, windows)
+        naive.replay_rows(log, where, states, windows)
 
 
-__all__ = ["KeptRows", "gated_delta", "gated_delta_rows", "gated_delta_step", "replay_rows"]
+__all__ = ["RewindLog", "gated_delta", "gated_delta_rows", "gated_delta_step", "replay_rows"]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from rekindle.kernels.gated_delta.naive import Inputs
-
-SUB_CHUNK = 64
+from rekindle.spec.delta import SUB_CHUNK
 
 
 class _Terms(NamedTuple):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from rekindle.kernels.kept import KeptRows
 from rekindle.kernels.ragged import Ragged
+from rekindle.kernels.rewind_log import RewindLog
 from rekindle.spec import DeltaSpec
 
 
@@ -66,19 +66,19 @@ def gated_delta_rows(
     states: Tensor,
     ragged: Ragged,
     spec: DeltaSpec,
-    kept: KeptRows | None,
+    log: RewindLog | None,
 ) -> Tensor:
-    """The same; `kept` gets the rows from which the state after any row can be rebuilt."""
+    """The same; `log` gets the rows from which the state after any row can be rebuilt."""
     out = mixed.new_empty(mixed.shape[0], spec.value_heads, spec.value_dim)
     for _, slot, rows in ragged.walk():
         inputs = split_inputs(mixed[rows], a[rows], b[rows], decay, dt_bias, spec)
-        if kept is not None:
-            kept.states[slot] = states[slot]
+        if log is not None:
+            log.states[slot] = states[slot]
         o, deltas = run_rows(inputs, states[slot])
         out[rows] = o.to(out.dtype)
-        if kept is not None:
+        if log is not None:
             count = rows.stop - rows.start
-            kept.k[slot, :count], kept.delta[slot, :count], kept.g[slot, :count] = inputs.k, deltas, inputs.g
+            log.k[slot, :count], log.delta[slot, :count], log.g[slot, :count] = inputs.k, deltas, inputs.g
     return out
 
 
@@ -95,15 +95,15 @@ def run_rows(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outs), torch.stack(deltas)
 
 
-def replay_rows(kept: KeptRows, where: Tensor, states: Tensor, windows: Tensor) -> None:
+def replay_rows(log: RewindLog, where: Tensor, states: Tensor, windows: Tensor) -> None:
     """From the state before the block the very same steps, as far as `count`; where: slot and count."""
     slot, count = where.tolist()
     state = states[slot]
-    state.copy_(kept.states[slot])
+    state.copy_(log.states[slot])
     for i in range(count):
-        _forget(state, kept.g[slot, i])
-        _write(state, _tiled(kept.k[slot, i], state), kept.delta[slot, i])
-    windows[slot] = torch.cat((kept.windows[slot], kept.inputs[slot, :count]))[count:]
+        _forget(state, log.g[slot, i])
+        _write(state, _tiled(log.k[slot, i], state), log.delta[slot, i])
+    windows[slot] = torch.cat((log.windows[slot], log.inputs[slot, :count]))[count:]
 
 
 def _tiled(x: Tensor, state: Tensor) -> Tensor:

@@ -1,4 +1,40 @@
-"""Products with a weight matrix. This file alone decides whether a weight stays quantised or is expanded."""
+"""Products with a weight matrix. This file alone decides whether a weight stays quantised or is expanded.
+
+On a CPU the kernels in C (`native/products.c`) multiply weights as they are stored, by way of `cpu`; without a compiler
+torch multiplies expanded values. On a GPU the types of `packing` stay quantised, in planes, and `triton.choose` picks
+a kernel, here by the file that holds it. "Tensor cores": bfloat16 rows through Q4_K, Q5_K or Q6_K on NVIDIA's cards
+from Ampere on, 16 outputs or more (`triton.uses_tensor_cores`). Sizes are outputs × columns of a launch.
+
+    weight                            rows of x   kernel
+    tensor cores, 4096 × 4096         1           gemv
+    tensor cores, 4096 × 4096         2-32        fragments
+    tensor cores, 4096 × 4096         33-         expand
+    tensor cores, 8192 × 2048         1           gemv
+    tensor cores, 8192 × 2048         2-16        tensor_core
+    tensor cores, 8192 × 2048         17-32       fragments
+    tensor cores, 8192 × 2048         33-         expand
+    tensor cores, 16384 × 4096        1           gemv
+    tensor cores, 16384 × 4096        2-8         tensor_core
+    tensor cores, 16384 × 4096        9-32        stream_k
+    tensor cores, 16384 × 4096        33-         expand
+    tensor cores, 151936 × 2048       1           gemv
+    tensor cores, 151936 × 2048       2-8         fragments
+    tensor cores, 151936 × 2048       9-32        stream_k
+    tensor cores, 151936 × 2048       33-         expand
+    otherwise                         1           scalar_gemv
+    otherwise                         2-127       tiled
+    otherwise                         128-        expand
+    silu(gate) · up, tensor cores     1           gemv
+    silu(gate) · up, tensor cores     2-8         tensor_core
+    silu(gate) · up, tensor cores     9-32        stream_k
+    silu(gate) · up, tensor cores     33-         two products
+    silu(gate) · up, otherwise        1           scalar_gemv
+    silu(gate) · up, otherwise        2-127       tiled
+    silu(gate) · up, otherwise        128-        two products
+
+Weights kept as values on a GPU go through the vendor's library (`dense`); float32 rows through 16-bit values take
+`scalar_gemv` for one row and `split_fp32` for more.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +43,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from rekindle.kernels.matmul import naive
+from rekindle.kernels.matmul import cpu, naive
 from rekindle.kernels.matmul.dense import PLAIN, kept_dtype, product
-from rekindle.kernels.matmul.packing import FORMATS, join, pack
-from rekindle.kernels.matmul.types import Matrix, Packed
-from rekindle.kernels.matmul.upload import upload
+from rekindle.kernels.matmul.packing import FORMATS, pack
+from rekindle.kernels.matmul.types import Lanes, Matrix, Packed
+from rekindle.kernels.upload import upload
 
 SLAB = 1 << 24  # weights expanded at a time on the CPU
 
@@ -19,11 +55,24 @@ SLAB = 1 << 24  # weights expanded at a time on the CPU
 def make_matrix(raw: np.ndarray, type: str, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Matrix:
     """raw uint8 [out, bytes of a row] of a GGUF type -> a weight on the device.
 
-    On a GPU the types of `packing` stay quantised, in planes; everything else is kept as values.
+    On a GPU the types of `packing` stay quantised, in planes, and on a CPU those of `cpu`, in lanes; everything else is
+    kept as values, which on a CPU are in lanes too.
     """
     if stays_quantised(type, device):
         return Matrix(shape, packed=pack(upload(raw, device), type, shape[1]))
+    if device.type == "cpu" and cpu.can_multiply():
+        return Matrix(shape, lanes=lay_rows(raw, type, shape, dtype))
     return Matrix(shape, dense=expanded(raw, type, shape[1], device, dtype).view(shape))
+
+
+def lay_rows(raw: np.ndarray, type: str, shape: tuple[int, ...], dtype: torch.dtype) -> Lanes:
+    """Stored rows of a matrix [out, in], or of experts [experts, out, in], in lanes; as values where no kernel in C
+    reads their type."""
+    if type not in cpu.TYPES:
+        values = expanded(raw, type, shape[-1], torch.device("cpu"), dtype)
+        type = {dtype: name for name, dtype in PLAIN.items()}[values.dtype]
+        raw = values.view(torch.uint8).numpy()
+    return cpu.lay(raw, type, shape[-2], shape[-1], experts=raw.shape[0] // shape[-2])
 
 
 def stays_quantised(type: str, device: torch.device) -> bool:
@@ -42,74 +91,55 @@ def expanded(raw: np.ndarray, type: str, columns: int, device: torch.device, dty
     return values
 
 
-def dense_matrix(values: Tensor) -> Matrix:
-    """A weight [out, in] that is already there as values."""
-    out, columns = values.shape
-    return Matrix((out, columns), dense=values)
-
-
-def join_matrices(matrices: list[Matrix]) -> Matrix | None:
-    """The matrices one below the other as one, or nothing where their types differ."""
-    if len({_like(matrix) for matrix in matrices}) > 1:
-        return None
-    shape = (sum(matrix.rows for matrix in matrices), matrices[0].columns)
-    packed = [matrix.packed for matrix in matrices if matrix.packed is not None]
-    if packed:
-        return Matrix(shape, packed=join(packed))
-    return Matrix(shape, dense=torch.cat([matrix.values for matrix in matrices]))
-
-
-def multiply(x: Tensor, matrix: Matrix, then: Matrix | None = None) -> Tensor:
+def multiply(x: Tensor, matrix: Matrix, prefetch: Matrix | None = None) -> Tensor:
     """x [rows, in] -> [rows, out] in x.dtype.
 
-    `then`: the matrix that will be read next. A GPU may fetch its beginning meanwhile.
+    `prefetch`: the matrix that will be read next. A GPU may fetch its beginning meanwhile.
     """
+    if matrix.lanes is not None:
+        return cpu.multiply_all(x, [matrix.lanes])[0]
     if matrix.packed is None:
         return product(x, matrix.values)
-    return _gpu().multiply(x, matrix.packed, then=then)
+    return _gpu().multiply(x, matrix.packed, prefetch=prefetch)
 
 
-def multiply_in_parts(x: Tensor, matrix: Matrix, then: Matrix | None = None) -> Tensor:
+def multiply_in_parts(x: Tensor, matrix: Matrix, prefetch: Matrix | None = None) -> Tensor:
     """The same, for `norm.add_rms_norm`: on a GPU perhaps [parts, rows, out], whose sum is the product."""
     if matrix.packed is None:
-        return product(x, matrix.values)
-    return _gpu().multiply_in_parts(x, matrix.packed, then)
+        return multiply(x, matrix)
+    return _gpu().multiply_in_parts(x, matrix.packed, prefetch)
 
 
-def multiply_add(x: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
-    """residual [rows, out] + x matrixᵀ, in residual's type."""
-    if matrix.packed is None:
-        return residual + product(x, matrix.values)
-    return _gpu().multiply(x, matrix.packed, residual)
-
-
-def multiply_all(x: Tensor, matrices: list[Matrix], then: Matrix | None = None) -> list[Tensor]:
-    """The same x through several matrices; on a GPU a few rows take one launch for up to four of them. `then`: as in
-    `multiply`."""
+def multiply_all(x: Tensor, matrices: list[Matrix], prefetch: Matrix | None = None) -> list[Tensor]:
+    """The same x through several matrices; on a GPU a few rows take one launch for up to four of them, on a CPU all of
+    them one call. `prefetch`: as in `multiply`."""
+    lanes = [matrix.lanes for matrix in matrices if matrix.lanes is not None]
+    if len(lanes) == len(matrices):
+        return cpu.multiply_all(x, lanes)
     if x.is_cuda and _gpu().few(x.shape[0]):
-        return _gpu().multiply_by_all(x, matrices, then)
+        return _gpu().multiply_by_all(x, matrices, prefetch)
     return [multiply(x, matrix) for matrix in matrices]
 
 
 def gather_rows(matrix: Matrix, ids: Tensor) -> Tensor:
     """The rows with these numbers, as values [len(ids), in]: how a table that lies on the device is read."""
+    if matrix.lanes is not None:
+        return cpu.values(matrix.lanes, ids)
     if matrix.packed is None:
         return matrix.values.index_select(0, ids.long())
-    return _gpu().gather_rows(matrix.packed, ids)
+    from rekindle.kernels.matmul import expand
+
+    return expand.gather_rows(matrix.packed, ids)
 
 
-def swiglu(x: Tensor, gate: Matrix, up: Matrix, then: Matrix | None = None) -> Tensor:
-    """silu(gate x) · (up x): [rows, in] -> [rows, width]. `then`: as in `multiply`."""
+def swiglu(x: Tensor, gate: Matrix, up: Matrix, prefetch: Matrix | None = None) -> Tensor:
+    """silu(gate x) · (up x): [rows, in] -> [rows, width]. `prefetch`: as in `multiply`."""
     if gate.packed is not None and up.packed is not None:
-        return _gpu().swiglu(x, gate.packed, up.packed, then)
+        return _gpu().swiglu(x, gate.packed, up.packed, prefetch)
+    if gate.lanes is not None and up.lanes is not None:
+        return cpu.swiglu(x, gate.lanes, up.lanes)
     g, u = multiply_all(x, [gate, up])
     return _gpu().silu_mul(g, u) if x.is_cuda else silu(g) * u
-
-
-def _like(matrix: Matrix) -> tuple[object, ...]:
-    if matrix.packed is not None:
-        return matrix.packed.type, matrix.columns
-    return matrix.values.dtype, matrix.columns
 
 
 def _gpu():  # type: ignore[no-untyped-def]
@@ -120,16 +150,15 @@ def _gpu():  # type: ignore[no-untyped-def]
 
 
 __all__ = [
+    "Lanes",
     "Matrix",
     "Packed",
-    "dense_matrix",
     "expanded",
     "gather_rows",
-    "join_matrices",
     "kept_dtype",
+    "lay_rows",
     "make_matrix",
     "multiply",
-    "multiply_add",
     "multiply_all",
     "multiply_in_parts",
     "product",

@@ -23,9 +23,9 @@ def product(x: Tensor, values: Tensor) -> Tensor:
     if values.dtype == x.dtype:
         return linear(x, values)
     if x.shape[0] == 1:
-        from rekindle.kernels.matmul import triton
+        from rekindle.kernels.matmul import scalar_gemv
 
-        return triton.launch_row(x, [values])[0]
-    from rekindle.kernels.matmul import halves
+        return scalar_gemv.launch_row(x, [values])[0]
+    from rekindle.kernels.matmul import split_fp32
 
-    return halves.multiply(x, values)
+    return split_fp32.multiply(x, values)

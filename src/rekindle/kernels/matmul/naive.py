@@ -24,14 +24,14 @@ def packed_values(packed: Packed) -> Tensor:
     codes = _codes(packed).float()  # [rows, blocks, 32]
     scales = packed.scales[..., None]
     if packed.type in ("Q4_K", "Q5_K"):
-        d, dmin = (_per_block(part, packed) for part in _halves(_supers(packed)))
+        d, dmin = (_per_block(part, packed) for part in _halves(_super_scales(packed)))
         values = d * (scales & 255).float() * codes - dmin * (scales >> 8 & 255).float()
     elif packed.type == "Q6_K":
         halves = torch.cat((scales << 8 >> 8, scales >> 8), dim=-1).float()  # both signed
-        d = _per_block(_supers(packed), packed) * halves
+        d = _per_block(_super_scales(packed), packed) * halves
         values = d.repeat_interleave(16, dim=-1) * (codes - 32)
     elif packed.type == "IQ4_XS":
-        d = _per_block(_supers(packed), packed) * scales.float()
+        d = _per_block(_super_scales(packed), packed) * scales.float()
         values = d * _looked_up(codes)
     elif packed.type in ("Q4_1", "Q5_1"):
         d, least = (part[..., None] for part in _halves(packed.scales))
@@ -61,9 +61,9 @@ def _codes(packed: Packed) -> Tensor:
     fields, width = (4, 8) if packed.type == "Q8_0" else (8, 4)
     j = torch.arange(fields, device=packed.codes.device)[:, None]
     codes = packed.codes[..., None, :] >> j * width & (1 << width) - 1  # [rows, blocks, j, i]
-    if packed.high is not None:
+    if packed.high_bits is not None:
         place = 4 * j + torch.arange(4, device=packed.codes.device)
-        codes = codes | (packed.high[..., None, None] >> place & 1) << 4
+        codes = codes | (packed.high_bits[..., None, None] >> place & 1) << 4
     return codes.flatten(-2)
 
 
@@ -75,10 +75,10 @@ def _grouped_codes(packed: Packed) -> Tensor:
         s, t, u, h = weight // 16, weight % 16 // 4, weight % 4 // 2, weight % 2
         f = 2 * s + u
         code = groups[:, :, t] >> 16 * h + 4 * f & 15  # [rows, groups, i]
-        if packed.high is not None:
-            six = packed.high.dtype == torch.int64
+        if packed.high_bits is not None:
+            six = packed.high_bits.dtype == torch.int64
             place = 32 * (i // 2) + 16 * h + 8 * (i % 2) + 2 * f if six else 16 * h + 4 * i + f
-            entry = packed.high.view(packed.rows, -1, 4)[:, :, t, None]
+            entry = packed.high_bits.view(packed.rows, -1, 4)[:, :, t, None]
             code = code | (entry >> place & (3 if six else 1)).to(code.dtype) << 4
         codes.append(code)
     return torch.stack(codes, dim=-1).view(packed.rows, -1, 32)
@@ -88,14 +88,14 @@ def _looked_up(codes: Tensor) -> Tensor:
     return torch.tensor(TABLE, dtype=torch.float32, device=codes.device)[codes.long()]
 
 
-def _supers(packed: Packed) -> Tensor:
-    assert packed.supers is not None, f"{packed.type} has supers"
-    return packed.supers
+def _super_scales(packed: Packed) -> Tensor:
+    assert packed.super_scales is not None, f"{packed.type} has super_scales"
+    return packed.super_scales
 
 
-def _per_block(supers: Tensor, packed: Packed) -> Tensor:
+def _per_block(super_scales: Tensor, packed: Packed) -> Tensor:
     """[rows, blocks / 8] -> [rows, blocks, 1]."""
-    return supers.repeat_interleave(8, dim=1)[..., None]
+    return super_scales.repeat_interleave(8, dim=1)[..., None]
 
 
 def _float16(bits: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Value of a weight with code q (d, m and their like are the float16 numbers of the file):
 
-    type    code      scales                             supers               value
+    type    code      scales                             super_scales               value
     Q4_K    4 bits    int16  scale | min << 8            int32 d | dmin << 16 d·scale·q − dmin·min
     Q5_K    5 bits    the same                           the same             the same
     Q6_K    6 bits    int16  scale₀ | scale₁ << 8 (int8) float32 d            d·scaleₕ·(q − 32), h = half of the block
@@ -27,17 +27,17 @@ from torch import Tensor
 from rekindle.kernels.matmul.types import Packed
 
 BLOCK = 32
-GROUPED = ("Q4_K", "Q5_K", "Q6_K")  # the types whose blocks lie interleaved by fours, as the matrix units take them
+GROUPED = ("Q4_K", "Q5_K", "Q6_K")  # the types whose blocks lie interleaved by fours, as the tensor cores take them
 SLAB = 1 << 27  # weights unpacked at a time: one byte each, and a few temporaries of the same order
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # values of IQ4 codes
 
 
-class Parts(NamedTuple):
-    """Unpacked rows: codes uint8 [n, 32] by block, scales [n] by block, supers [n / 8] or nothing."""
+class UnpackedBlocks(NamedTuple):
+    """Unpacked rows: codes uint8 [n, 32] by block, scales [n] by block, super_scales [n / 8] or nothing."""
 
     codes: Tensor
     scales: Tensor
-    supers: Tensor | None
+    super_scales: Tensor | None
 
 
 class Format(NamedTuple):
@@ -46,7 +46,7 @@ class Format(NamedTuple):
     weights: int
     nbytes: int
     bits: int
-    split: Callable[[Tensor], Parts]
+    split: Callable[[Tensor], UnpackedBlocks]
 
 
 def pack(raw: Tensor, type: str, columns: int) -> Packed:
@@ -59,10 +59,10 @@ def pack(raw: Tensor, type: str, columns: int) -> Packed:
     to_words = _pack_groups if type in GROUPED else _pack_codes
     slabs = [_pack_slab(raw[at : at + step], form, columns // BLOCK, to_words) for at in range(0, rows, step)]
     planes = [None if slab[0] is None else torch.cat(slab) for slab in zip(*slabs, strict=True)]
-    codes, high, scales, supers = planes
+    codes, high_bits, scales, super_scales = planes
     assert codes is not None, "codes are there for every type"
     assert scales is not None, "scales are there for every type"
-    return Packed(type, rows, columns, codes, high, scales, supers)
+    return Packed(type, rows, columns, codes, high_bits, scales, super_scales)
 
 
 @cache
@@ -74,22 +74,8 @@ def _block_bytes(type: str) -> int:
 
 
 def packed_bytes(type: str, weights: int) -> int | None:
-    """What so many weights take in planes, in whole blocks; None for a type that has no planes."""
+    """Bytes that `weights` weights take in planes, in whole blocks; None for a type that has no planes."""
     return weights // FORMATS[type].weights * _block_bytes(type) if type in FORMATS else None
-
-
-def join(parts: list[Packed]) -> Packed:
-    """Matrices of one type and width, one below the other."""
-    first = parts[0]
-    assert all((p.type, p.columns) == (first.type, first.columns) for p in parts), "only like matrices join"
-    planes = [
-        None if planes[0] is None else torch.cat([plane for plane in planes if plane is not None])
-        for planes in zip(*((p.codes, p.high, p.scales, p.supers) for p in parts), strict=True)
-    ]
-    codes, high, scales, supers = planes
-    assert codes is not None, "codes are there for every type"
-    assert scales is not None, "scales are there for every type"
-    return Packed(first.type, sum(p.rows for p in parts), first.columns, codes, high, scales, supers)
 
 
 def _pack_slab(
@@ -97,13 +83,13 @@ def _pack_slab(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     rows = raw.shape[0]
     parts = form.split(raw.reshape(-1, form.nbytes))
-    codes, high = to_words(parts.codes, form.bits)
-    supers = None if parts.supers is None else parts.supers.view(rows, -1).contiguous()
+    codes, high_bits = to_words(parts.codes, form.bits)
+    super_scales = None if parts.super_scales is None else parts.super_scales.view(rows, -1).contiguous()
     return (
         codes.view(rows, blocks, -1),
-        None if high is None else high.view(rows, blocks),
+        None if high_bits is None else high_bits.view(rows, blocks),
         parts.scales.reshape(rows, blocks).contiguous(),
-        supers,
+        super_scales,
     )
 
 
@@ -174,53 +160,53 @@ def _fifth_bits(qh: Tensor) -> Tensor:
     return (qh[:, :, None] >> shifts & 1).view(-1, BLOCK) << 4
 
 
-def _split_q4_k(raw: Tensor) -> Parts:
+def _split_q4_k(raw: Tensor) -> UnpackedBlocks:
     codes = _nibbles(raw[:, 16:].view(-1, 4, 32)).view(-1, BLOCK)
-    return Parts(codes, _scales_and_mins(raw[:, 4:16]), _int32(raw[:, 0:4]))
+    return UnpackedBlocks(codes, _scales_and_mins(raw[:, 4:16]), _int32(raw[:, 0:4]))
 
 
-def _split_q5_k(raw: Tensor) -> Parts:
+def _split_q5_k(raw: Tensor) -> UnpackedBlocks:
     shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)[:, None]
     fifth = (raw[:, None, 16:48] >> shifts & 1) << 4  # [n, 8, 32]
     codes = _nibbles(raw[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32) | fifth
-    return Parts(codes.view(-1, BLOCK), _scales_and_mins(raw[:, 4:16]), _int32(raw[:, 0:4]))
+    return UnpackedBlocks(codes.view(-1, BLOCK), _scales_and_mins(raw[:, 4:16]), _int32(raw[:, 0:4]))
 
 
-def _split_q6_k(raw: Tensor) -> Parts:
+def _split_q6_k(raw: Tensor) -> UnpackedBlocks:
     low = _nibbles(raw[:, 0:128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device)[:, None]
-    high = raw[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
-    codes = low | high << 4
-    return Parts(codes.view(-1, BLOCK), _int16(raw[:, 192:208]), _float32(raw[:, 208:210]))
+    high_bits = raw[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
+    codes = low | high_bits << 4
+    return UnpackedBlocks(codes.view(-1, BLOCK), _int16(raw[:, 192:208]), _float32(raw[:, 208:210]))
 
 
-def _split_q8_0(raw: Tensor) -> Parts:
-    return Parts(raw[:, 2:] ^ 128, _int16(raw[:, 0:2]), None)
+def _split_q8_0(raw: Tensor) -> UnpackedBlocks:
+    return UnpackedBlocks(raw[:, 2:] ^ 128, _int16(raw[:, 0:2]), None)
 
 
-def _split_q4_0(raw: Tensor) -> Parts:
-    return Parts(_nibbles(raw[:, 2:]), _int16(raw[:, 0:2]), None)
+def _split_q4_0(raw: Tensor) -> UnpackedBlocks:
+    return UnpackedBlocks(_nibbles(raw[:, 2:]), _int16(raw[:, 0:2]), None)
 
 
-def _split_q4_1(raw: Tensor) -> Parts:
-    return Parts(_nibbles(raw[:, 4:]), _int32(raw[:, 0:4]), None)
+def _split_q4_1(raw: Tensor) -> UnpackedBlocks:
+    return UnpackedBlocks(_nibbles(raw[:, 4:]), _int32(raw[:, 0:4]), None)
 
 
-def _split_q5_0(raw: Tensor) -> Parts:
-    return Parts(_nibbles(raw[:, 6:]) | _fifth_bits(raw[:, 2:6]), _int16(raw[:, 0:2]), None)
+def _split_q5_0(raw: Tensor) -> UnpackedBlocks:
+    return UnpackedBlocks(_nibbles(raw[:, 6:]) | _fifth_bits(raw[:, 2:6]), _int16(raw[:, 0:2]), None)
 
 
-def _split_q5_1(raw: Tensor) -> Parts:
-    return Parts(_nibbles(raw[:, 8:]) | _fifth_bits(raw[:, 4:8]), _int32(raw[:, 0:4]), None)
+def _split_q5_1(raw: Tensor) -> UnpackedBlocks:
+    return UnpackedBlocks(_nibbles(raw[:, 8:]) | _fifth_bits(raw[:, 4:8]), _int32(raw[:, 0:4]), None)
 
 
-def _split_iq4_xs(raw: Tensor) -> Parts:
+def _split_iq4_xs(raw: Tensor) -> UnpackedBlocks:
     low = raw[:, 4:8]
     low = torch.stack((low & 15, low >> 4), dim=-1).view(-1, 8).to(torch.int16)
     shifts = torch.arange(0, 16, 2, dtype=torch.int16, device=raw.device)
-    high = _int16(raw[:, 2:4]) >> shifts & 3
+    high_bits = _int16(raw[:, 2:4]) >> shifts & 3
     codes = _nibbles(raw[:, 8:].reshape(-1, 8, 16)).view(-1, BLOCK)
-    return Parts(codes, ((low | high << 4) - 32).to(torch.int8), _float32(raw[:, 0:2]))
+    return UnpackedBlocks(codes, ((low | high_bits << 4) - 32).to(torch.int8), _float32(raw[:, 0:2]))
 
 
 FORMATS: dict[str, Format] = {

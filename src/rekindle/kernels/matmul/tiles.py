@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 
 @triton.constexpr_function
@@ -104,6 +105,17 @@ def field_mask(place, bits):
 
 
 @triton.jit
+def either(first, one, other):
+    """The pointers `one` where first, `other` elsewhere. Triton's compiler for AMD stops at a choice between pointers
+    to two small tensors, so there it is one between addresses."""
+    if is_hip():
+        kind: tl.constexpr = other.dtype
+        return tl.where(first, one.to(tl.int64), other.to(tl.int64)).to(kind)
+    else:
+        return tl.where(first, one, other)
+
+
+@triton.jit
 def codes_at(words, above, nought, j: tl.constexpr, TYPE: tl.constexpr):
     """Field j of every word as float32, its zero taken off: [BB, BN, WORDS].
 
@@ -144,17 +156,17 @@ def read(p, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_words(codes, high, blk, mask, TYPE: tl.constexpr, MASKED: tl.constexpr):
+def load_words(codes, high_bits, blk, mask, TYPE: tl.constexpr, MASKED: tl.constexpr):
     """The words of the blocks [BB, BN, WORDS], and the upper bits per word (or the words again, unused)."""
     WORDS: tl.constexpr = words_of(TYPE)
     i = tl.arange(0, WORDS)
     if is_grouped(TYPE):
-        first = blk // 4 * 4  # the group's entry 0 of the plane `high`
+        first = blk // 4 * 4  # the group's entry 0 of the plane `high_bits`
         which = blk % 4
         words = read((codes + first * 4 + which)[:, :, None] + 4 * i[None, None, :], mask[:, :, None], MASKED)
         above = words
         if bits_of(TYPE) > 4:
-            above = read((high + first)[:, :, None] + i[None, None, :], mask[:, :, None], MASKED)
+            above = read((high_bits + first)[:, :, None] + i[None, None, :], mask[:, :, None], MASKED)
         if bits_of(TYPE) == 5:
             above = above >> (4 * which)[:, :, None].to(tl.int32)
         if bits_of(TYPE) == 6:
@@ -163,7 +175,7 @@ def load_words(codes, high, blk, mask, TYPE: tl.constexpr, MASKED: tl.constexpr)
         words = read((codes + blk * WORDS)[:, :, None] + i[None, None, :], mask[:, :, None], MASKED)
         above = words
         if bits_of(TYPE) == 5:
-            above = read(high + blk, mask, MASKED)[:, :, None] >> i[None, None, :]
+            above = read(high_bits + blk, mask, MASKED)[:, :, None] >> i[None, None, :]
     return words, above
 
 
@@ -177,23 +189,23 @@ def block_numbers(b, row, blocks):
 
 
 @triton.jit
-def load_scales(scales, supers, blk, mask, TYPE: tl.constexpr, MASKED: tl.constexpr):
+def load_scales(scales, super_scales, blk, mask, TYPE: tl.constexpr, MASKED: tl.constexpr):
     """(a, b, c) per block: weight = a · code + c, where the second half of the block has b for a."""
     entry = read(scales + blk, mask, MASKED)
     if TYPE == "Q4_K" or TYPE == "Q5_K":
-        both = read(supers + blk // 8, mask, MASKED)
+        both = read(super_scales + blk // 8, mask, MASKED)
         bytes2 = entry.to(tl.uint16, bitcast=True).to(tl.int32)
         a = half_at(both & 0xFFFF) * (bytes2 & 255).to(tl.float32)
         c = half_at(both >> 16) * -(bytes2 >> 8).to(tl.float32)
         return a, a, c
     elif TYPE == "Q6_K":
-        d = read(supers + blk // 8, mask, MASKED)
+        d = read(super_scales + blk // 8, mask, MASKED)
         bytes2 = entry.to(tl.uint16, bitcast=True).to(tl.int32)
         a = d * (bytes2 << 24 >> 24).to(tl.float32)
         b = d * (bytes2 << 16 >> 24).to(tl.float32)
         return a, b, a
     elif TYPE == "IQ4_XS":
-        a = read(supers + blk // 8, mask, MASKED) * entry.to(tl.float32)
+        a = read(super_scales + blk // 8, mask, MASKED) * entry.to(tl.float32)
         return a, a, a
     elif TYPE == "Q4_1" or TYPE == "Q5_1":
         a = half_at(entry & 0xFFFF)
@@ -204,12 +216,14 @@ def load_scales(scales, supers, blk, mask, TYPE: tl.constexpr, MASKED: tl.conste
 
 
 @triton.jit
-def dot_blocks(x, codes, high, scales, supers, b, b_mask, blk, mask, nought, TYPE: tl.constexpr, MASKED: tl.constexpr):
+def dot_blocks(
+    x, codes, high_bits, scales, super_scales, b, b_mask, blk, mask, nought, TYPE: tl.constexpr, MASKED: tl.constexpr
+):
     """Σ weight · x over every block: x is one row, read at 32 · b; float32 [BB, BN]."""
     WORDS: tl.constexpr = words_of(TYPE)
     FIELDS: tl.constexpr = fields_of(TYPE)
-    words, above = load_words(codes, high, blk, mask, TYPE, MASKED)
-    a, a2, c = load_scales(scales, supers, blk, mask, TYPE, MASKED)
+    words, above = load_words(codes, high_bits, blk, mask, TYPE, MASKED)
+    a, a2, c = load_scales(scales, super_scales, blk, mask, TYPE, MASKED)
     p_x = x + b[:, None] * 32 + step_of(TYPE) * tl.arange(0, WORDS)[None, :]  # [BB, WORDS]
     x_sum = tl.zeros([b.shape[0], WORDS], tl.float32)
     first = tl.zeros([b.shape[0], blk.shape[1], WORDS], tl.float32)
@@ -251,13 +265,22 @@ def weights_at(words, above, a, a2, c, nought, j: tl.constexpr, TYPE: tl.constex
 
 @triton.jit
 def load_weights(
-    codes, high, scales, supers, blk, mask, nought, TYPE: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr
+    codes,
+    high_bits,
+    scales,
+    super_scales,
+    blk,
+    mask,
+    nought,
+    TYPE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """The tile's weights in the order of the file: [BN, 32 · BB] in DTYPE. Masked blocks are zero."""
     BB: tl.constexpr = blk.shape[0]
     BN: tl.constexpr = blk.shape[1]
-    words, above = load_words(codes, high, blk, mask, TYPE, MASKED)
-    a, a2, c = load_scales(scales, supers, blk, mask, TYPE, MASKED)
+    words, above = load_words(codes, high_bits, blk, mask, TYPE, MASKED)
+    a, a2, c = load_scales(scales, super_scales, blk, mask, TYPE, MASKED)
     v0 = weights_at(words, above, a, a2, c, nought, 0, TYPE, DTYPE)
     v1 = weights_at(words, above, a, a2, c, nought, 1, TYPE, DTYPE)
     v2 = weights_at(words, above, a, a2, c, nought, 2, TYPE, DTYPE)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from rekindle.kernels.matmul.dense import product
+from rekindle.kernels.matmul.types import row_slab
 from rekindle.kernels.moe.types import ExpertStack
 
 
@@ -26,7 +27,7 @@ def _values(stack: ExpertStack, expert: int, like: Tensor) -> Tensor:
     """One expert [out, in]; from planes it is expanded, for layers that mix types with and without them."""
     if stack.packed is None:
         return stack.values[expert]
-    from rekindle.kernels.matmul.triton import expand, row_slab
+    from rekindle.kernels.matmul.expand import expand
 
     slab = row_slab(stack.packed, expert * stack.rows, (expert + 1) * stack.rows)
     return expand(slab, torch.empty(stack.rows, stack.columns, dtype=like.dtype, device=like.device))

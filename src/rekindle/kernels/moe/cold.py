@@ -11,7 +11,7 @@ PATIENCE = 20_000_000  # looks at host memory, of about a microsecond each
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class CopyPlan:
     """Experts cut up so that every program of gate and up has the rows it multiplies, and as much of down."""
 
     pieces: Tensor  # int64 [parts, pieces of a part, 3]: address there, address here, bytes of one expert in this plane
@@ -25,15 +25,15 @@ class Answer:
 
     count: Tensor  # pairs that it was asked for, which may be none
     number: Tensor  # of the last request
-    gone: Tensor  # it did not answer once, and is not waited for again
+    gone: Tensor  # 1 after it did not answer once: it is not waited for again
     here: Tensor  # float32 [hidden]: its answer, brought to the device
     done: int  # the last request that it has answered
-    lost: int  # told when it is not waited for any longer
+    lost: int  # the device sets it to 1 when it stops waiting
     out: int  # float32 [hidden]
 
     @property
     def waiting(self) -> tuple[Tensor | int, ...]:
-        """For whoever waits for it."""
+        """Arguments of the kernel that waits for it."""
         return self.number, self.gone, self.done, self.lost, self.out, PATIENCE
 
 
@@ -42,7 +42,7 @@ class Missing:
     """Of one row's experts."""
 
     sources: Tensor  # int32 [1, used]: the place in host memory to bring the expert from, -1 if it is not brought
-    parts: Parts
+    parts: CopyPlan
     answer: Answer | None = None  # None: the host computes none of them
 
     @property

@@ -10,13 +10,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rekindle.kernels.device import starting_early
+from rekindle.kernels.device import pdl_arguments
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _group_kernel(ids, order, starts, pairs, B: tl.constexpr, EARLY: tl.constexpr):
+def _group_kernel(ids, order, starts, pairs, B: tl.constexpr, PDL: tl.constexpr):
     """Pairs of one expert, in their order, behind those of lower experts; starts[e] is where they begin."""
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     e, experts = tl.program_id(0), tl.num_programs(0) - 1
@@ -38,7 +38,7 @@ def group(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
     _group_kernel[(experts + 1,)](
-        ids, order, starts, ids.numel(), B=looked_at(ids.numel()), num_warps=4, **starting_early(ids.device)
+        ids, order, starts, ids.numel(), B=looked_at(ids.numel()), num_warps=4, **pdl_arguments(ids.device)
     )
     return order, starts
 

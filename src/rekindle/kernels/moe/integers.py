@@ -1,4 +1,4 @@
-"""Routed experts in NVIDIA's integer matrix units, where an expert has a few pairs: few instructions per weight.
+"""Routed experts in NVIDIA's integer tensor cores, where an expert has a few pairs: few instructions per weight.
 
 Codes enter as bytes, three instructions for eight of them. A block of 32 values of x enters as integers of 16 bits
 times the block's factor, which is finer than bfloat16 but for values below a hundredth of the block's largest; an
@@ -27,13 +27,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rekindle.kernels.device import reads_much, starting_early
-from rekindle.kernels.matmul.mma import load_one, load_two, scales_at, shifted, threads, with_bits
+from rekindle.kernels.device import pdl_arguments, shared_memory_carveout
+from rekindle.kernels.matmul.mma import scales_at, shifted
 from rekindle.kernels.matmul.packing import BLOCK
+from rekindle.kernels.matmul.ptx import load_one, load_two, threads, with_bits
 from rekindle.kernels.matmul.tiles import bits_of, half_at, has_minimum
 from rekindle.kernels.matmul.types import Packed
 from rekindle.kernels.moe.grouping import looked_at
-from rekindle.kernels.moe.nvidia import planes
+from rekindle.kernels.moe.tensor_core import planes
 
 Three = tuple[Packed, Packed, Packed]
 
@@ -178,10 +179,10 @@ def place_tiles(ids, order, tiles, e, pairs, B: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pairs"])
 def _prepare_kernel(
-    ids, order, tiles, pairs, experts, x, values, entries, B: tl.constexpr, EARLY: tl.constexpr
+    ids, order, tiles, pairs, experts, x, values, entries, B: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Pairs are sorted by expert, and x becomes whole: neither waits for the other."""
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     e = tl.program_id(0)
@@ -207,7 +208,7 @@ def prepare(h: Tensor, ids: Tensor, experts: int) -> tuple[Whole, Tensor, Tensor
     order, tiles = (torch.empty(ids.numel(), dtype=torch.int32, device=h.device) for _ in range(2))
     _prepare_kernel[(experts + h.numel() // 256,)](
         ids, order, tiles, ids.numel(), experts, h, *whole,
-        B=looked_at(ids.numel()), num_warps=4, **starting_early(h.device),
+        B=looked_at(ids.numel()), num_warps=4, **pdl_arguments(h.device),
     )  # fmt: skip
     return whole, order, tiles
 
@@ -216,17 +217,17 @@ def prepare(h: Tensor, ids: Tensor, experts: int) -> tuple[Whole, Tensor, Tensor
 
 
 @triton.jit
-def code_bytes(word, high, i: tl.constexpr, TYPE: tl.constexpr):
+def code_bytes(word, high_bits, i: tl.constexpr, TYPE: tl.constexpr):
     """Block i's codes in a word: fields 0 and 2 of either half as bytes, then fields 1 and 3."""
     even = word & 0x0F0F0F0F
     odd = (word >> 4) & 0x0F0F0F0F
     if bits_of(TYPE) == 5:
-        even = with_bits(even, shifted(high, 4 * i - 4), 0x00100010)
-        even = with_bits(even, shifted(high, 4 * i - 10), 0x10001000)
-        odd = with_bits(odd, shifted(high, 4 * i - 3), 0x00100010)
-        odd = with_bits(odd, shifted(high, 4 * i - 9), 0x10001000)
+        even = with_bits(even, shifted(high_bits, 4 * i - 4), 0x00100010)
+        even = with_bits(even, shifted(high_bits, 4 * i - 10), 0x10001000)
+        odd = with_bits(odd, shifted(high_bits, 4 * i - 3), 0x00100010)
+        odd = with_bits(odd, shifted(high_bits, 4 * i - 9), 0x10001000)
     if bits_of(TYPE) == 6:
-        half = (high >> (32 * (i // 2))).to(tl.int32)
+        half = (high_bits >> (32 * (i // 2))).to(tl.int32)
         right: tl.constexpr = 8 * (i % 2)
         even = with_bits(even, shifted(half, right - 4), 0x00300030)
         even = with_bits(even, shifted(half, right - 8), 0x30003000)
@@ -237,7 +238,7 @@ def code_bytes(word, high, i: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def both_factors(super, TYPE: tl.constexpr):
-    """(of scales, of minima) from the entry of supers."""
+    """(of scales, of minima) from the entry of super_scales."""
     if has_minimum(TYPE):
         return half_at(super & 0xFFFF), half_at(super >> 16)
     else:
@@ -313,13 +314,13 @@ def _joined(upper, lower):
 @triton.jit
 def row_addresses(planes, row, t, COLUMNS: tl.constexpr):
     """Where this thread's share of a row begins in every plane (int64 [1, threads], in bytes)."""
-    codes, high, scales, supers = planes
+    codes, high_bits, scales, super_scales = planes
     block = row * (COLUMNS // 32)
     return (
         (codes + block * 4 + t * 4).to(tl.int64),
-        (high + block + t).to(tl.int64),
+        (high_bits + block + t).to(tl.int64),
         (scales + block).to(tl.int64),
-        (supers + row * (COLUMNS // 256)).to(tl.int64),
+        (super_scales + row * (COLUMNS // 256)).to(tl.int64),
     )
 
 
@@ -333,14 +334,14 @@ def block_scales(at, group, t):
 
 @triton.jit
 def load_group(at, scales, super, group, TYPE: tl.constexpr):
-    """4 words, the scales of block t, supers, upper bits of one row."""
-    codes, high, _, _ = at
+    """4 words, the scales of block t, super_scales, upper bits of one row."""
+    codes, high_bits, _, _ = at
     w0, w1, w2, w3 = load_codes(codes + group * 64)
     h = w0
     if bits_of(TYPE) == 5:
-        h = load_fixed(high + group * 16)
+        h = load_fixed(high_bits + group * 16)
     if bits_of(TYPE) == 6:
-        h = load_long(high + group * 32)
+        h = load_long(high_bits + group * 32)
     return w0, w1, w2, w3, scales, super, h
 
 
@@ -355,7 +356,7 @@ def row_sums(of_first, of_second, row, row2, values, entries, m, COLUMNS: tl.con
     at2 = row_addresses(of_second, row2, t, COLUMNS)
     nought = tl.zeros(value.shape, tl.float32)
     acc = (nought, nought)
-    for group in range(0, COLUMNS // 128, 2):  # two groups share their entry of supers
+    for group in range(0, COLUMNS // 128, 2):  # two groups share their entry of super_scales
         super, super2 = load_fixed(at[3] + group * 2), load_fixed(at2[3] + group * 2)
         e, f = block_scales(at, group, t)
         e2, f2 = block_scales(at2, group, t)
@@ -394,16 +395,16 @@ def _up_some(
     store_whole(gate * tl.sigmoid(gate) * up, inner, inner_entries, pair.to(tl.int64) * (width // 32) + at // 32)
 
 
-@reads_much
+@shared_memory_carveout
 @triton.jit(do_not_specialize=["rows", "pairs"])
 def _up_kernel(
     values, entries, order, tiles, inner, inner_entries, rows, pairs, width,
-    codes, high, scales, supers, up_codes, up_high, up_scales, up_supers,
-    s_codes, s_high, s_scales, s_supers, s_up_codes, s_up_high, s_up_scales, s_up_supers,
+    codes, high_bits, scales, super_scales, up_codes, up_high_bits, up_scales, up_super_scales,
+    s_codes, s_high_bits, s_scales, s_super_scales, s_up_codes, s_up_high_bits, s_up_scales, s_up_super_scales,
     USED: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
-    WARPS: tl.constexpr, EARLY: tl.constexpr,
+    WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     first = tl.program_id(1) - (tl.cdiv(rows, PAIRS) if SHARED else 0)
@@ -420,14 +421,16 @@ def _up_kernel(
             _up_some(
                 values, entries, source, inner, inner_entries, first + tl.minimum(which, tile % 4 - 1),
                 (tile // 4).to(tl.int64) * width, at, width,
-                (codes, high, scales, supers), (up_codes, up_high, up_scales, up_supers), COLUMNS, TYPE, WARPS,
+                (codes, high_bits, scales, super_scales), (up_codes, up_high_bits, up_scales, up_super_scales),
+                COLUMNS, TYPE, WARPS,
             )  # fmt: skip
     elif SHARED:
         first = tl.program_id(1) * PAIRS
         _up_some(
             values, entries, tl.minimum(first + each, rows - 1), inner, inner_entries,
             pairs + tl.minimum(first + which, rows - 1), tl.zeros([], tl.int64), at, width,
-            (s_codes, s_high, s_scales, s_supers), (s_up_codes, s_up_high, s_up_scales, s_up_supers),
+            (s_codes, s_high_bits, s_scales, s_super_scales),
+            (s_up_codes, s_up_high_bits, s_up_scales, s_up_super_scales),
             COLUMNS, S_TYPE, WARPS,
         )  # fmt: skip
 
@@ -448,16 +451,16 @@ def _down_some(
     tl.store(to + 8, over_quads(lower) * weight, here & (n < width))
 
 
-@reads_much
+@shared_memory_carveout
 @triton.jit(do_not_specialize=["rows", "pairs"])
 def _down_kernel(
     inner, inner_entries, order, tiles, weights, shares, rows, pairs, width,
-    codes, high, scales, supers, s_codes, s_high, s_scales, s_supers,
+    codes, high_bits, scales, super_scales, s_codes, s_high_bits, s_scales, s_super_scales,
     SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
-    WARPS: tl.constexpr, EARLY: tl.constexpr,
+    WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """shares: weight · (down inner) by pair, and behind the pairs what the shared expert gives, by row."""
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     first = tl.program_id(1) - (tl.cdiv(rows, PAIRS) if SHARED else 0)
@@ -471,13 +474,14 @@ def _down_kernel(
         if tile > 0:
             _down_some(
                 inner, inner_entries, first + tl.minimum(each, tile % 4 - 1), pair, weight, which < tile % 4, shares,
-                (tile // 4).to(tl.int64) * width, at, width, (codes, high, scales, supers), COLUMNS, TYPE, WARPS,
+                (tile // 4).to(tl.int64) * width, at, width, (codes, high_bits, scales, super_scales), COLUMNS, TYPE,
+                WARPS,
             )  # fmt: skip
     elif SHARED:
         row = tl.program_id(1) * PAIRS + which
         _down_some(
             inner, inner_entries, pairs + tl.minimum(row + 0 * each, rows - 1), pairs + row, 1.0, row < rows, shares,
-            tl.zeros([], tl.int64), at, width, (s_codes, s_high, s_scales, s_supers), COLUMNS, S_TYPE, WARPS,
+            tl.zeros([], tl.int64), at, width, (s_codes, s_high_bits, s_scales, s_super_scales), COLUMNS, S_TYPE, WARPS,
         )  # fmt: skip
 
 
@@ -493,7 +497,7 @@ def run_experts(
     s_gate, s_up, s_down = shared or (gate, up, down)
     x, order, tiles = prepare(h, ids, experts)
     programs = pairs + extra * triton.cdiv(rows, PAIRS.value)
-    common = {"SHARED": extra, "WARPS": WARPS, "num_warps": WARPS, "num_stages": 1, **starting_early(h.device)}
+    common = {"SHARED": extra, "WARPS": WARPS, "num_warps": WARPS, "num_stages": 1, **pdl_arguments(h.device)}
     inner = empty_whole(pairs + rows * extra, width, h.device)
     _up_kernel[(width // (8 * WARPS), programs)](
         *x, order, tiles, *inner, rows, pairs, width, *planes(gate), *planes(up), *planes(s_gate), *planes(s_up),

@@ -6,19 +6,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rekindle.kernels.matmul.types import Matrix, Packed
+from rekindle.kernels.matmul.types import Lanes, Matrix, Packed
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
-    """Weights [experts, out, in]: dense, or packed with the rows of all experts behind one another."""
+    """Weights [experts, out, in]: dense, or packed or in lanes with the rows of all experts concatenated."""
 
     shape: tuple[int, int, int]
     dense: Tensor | None = None
     packed: Packed | None = None
+    lanes: Lanes | None = None
 
     def __post_init__(self) -> None:
-        assert (self.dense is None) != (self.packed is None), "a stack is either dense or packed"
+        forms = (self.dense, self.packed, self.lanes)
+        assert sum(form is not None for form in forms) == 1, "a stack is dense, packed or in lanes"
 
     @property
     def experts(self) -> int:
@@ -35,11 +37,12 @@ class ExpertStack:
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes if self.packed is not None else self.values.nbytes
+        stored = self.packed or self.lanes
+        return self.values.nbytes if stored is None else stored.nbytes
 
     @property
     def values(self) -> Tensor:
-        assert self.dense is not None, f"a packed {self.shape} stack has no dense values"
+        assert self.dense is not None, f"a {self.shape} stack that is kept as it is stored has no dense values"
         return self.dense
 
     @property

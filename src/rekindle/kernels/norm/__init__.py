@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rekindle.kernels.norm import naive
-from rekindle.kernels.norm.naive import add
+from rekindle.kernels.norm import cpu, naive
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -14,7 +13,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from rekindle.kernels.norm import triton
 
         return triton.rms_norm(x, weight, eps)
-    return naive.rms_norm(x, weight, eps)
+    return cpu.rms_norm(x, weight, eps) if cpu.reads(x) else naive.rms_norm(x, weight, eps)
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """x + y in x.dtype; y as in `add_rms_norm`."""
+    return cpu.add(x, y) if cpu.reads(x) and cpu.reads(y) else naive.add(x, y)
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -23,7 +27,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
         from rekindle.kernels.norm import triton
 
         return triton.add_rms_norm(x, y, weight, eps)
-    return naive.add_rms_norm(x, y, weight, eps)
+    return cpu.add_rms_norm(x, y, weight, eps) if cpu.reads(x) else naive.add_rms_norm(x, y, weight, eps)
 
 
 def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rekindle.kernels.device import starting_early
+from rekindle.kernels.device import pdl_arguments
 
 HEADS = 4  # heads one program of the gated norm takes
 
@@ -33,23 +33,23 @@ def _launch(x: Tensor, y: Tensor, weight: Tensor, total: Tensor, out: Tensor, ep
     block = triton.next_power_of_2(n)
     _norm_kernel[(rows,)](
         x, y, weight, total, out, x.stride(0), parts.stride(1), parts.stride(0), n, eps,
-        PARTS=len(parts) if added else 0, BLOCK=block, num_warps=8 if block > 2048 else 4, **starting_early(x.device),
+        PARTS=len(parts) if added else 0, BLOCK=block, num_warps=8 if block > 2048 else 4, **pdl_arguments(x.device),
     )  # fmt: skip
 
 
 @triton.jit
 def _norm_kernel(
     x, y, weight, total, out, x_row, y_row, y_part, n, eps,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """PARTS: of y, which are added up first; 0: there is no y."""
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < n
     factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)  # asked for now, not behind the reduction
-    if EARLY:
+    if PDL:
         gdc_wait()
     value = tl.load(x + row * x_row + at, mask=inside, other=0.0)
     if PARTS > 0:
@@ -72,16 +72,16 @@ def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty((rows, heads * dim), dtype=z.dtype, device=z.device)
     _gated_kernel[(rows, triton.cdiv(heads, HEADS))](
         o, z, weight, out, z.stride(0), heads, dim, eps,
-        HEADS=HEADS, DIM=triton.next_power_of_2(dim), num_warps=2, **starting_early(o.device),
+        HEADS=HEADS, DIM=triton.next_power_of_2(dim), num_warps=2, **pdl_arguments(o.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _gated_kernel(
-    o, z, weight, out, z_row, heads, dim, eps, HEADS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr
+    o, z, weight, out, z_row, heads, dim, eps, HEADS: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)

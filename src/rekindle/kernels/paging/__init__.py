@@ -21,19 +21,19 @@ def fetch_pages(targets: Tensor, sources: Tensor, nbytes: int) -> None:
         naive.fetch_pages(targets, sources, nbytes)
 
 
-def fetch_listed(homes: Tensor, ways: Tensor, layer: int, nbytes: int) -> None:
-    """Pages of one layer from home to home, as many as are listed when the device gets there: it can be recorded.
+def fetch_listed(page_addresses: Tensor, moves: Tensor, layer: int, nbytes: int) -> None:
+    """Copies pages of one layer. The device reads how many and which from `moves`, so the launch can be recorded.
 
-    homes int64 [layers, numbers]: the address of every number. ways int32 [2, 1 + most]: how many, then the numbers
-    that they come to; in the second row those that they come from. By so few programs that layers which run meanwhile
-    keep their speed; the link is busy all the same.
+    page_addresses int64 [layers, page ids]. moves int32 [2, 1 + most]: in the first row the count, then the ids of the
+    target pages; in the second row, from its second value on, those of the source pages. Few programs copy: they fill
+    the link, and layers that run meanwhile keep their speed.
     """
-    if homes.is_cuda:
+    if page_addresses.is_cuda:
         from rekindle.kernels.paging import triton
 
-        triton.fetch_listed(homes, ways, layer, nbytes)
+        triton.fetch_listed(page_addresses, moves, layer, nbytes)
     else:
-        naive.fetch_listed(homes, ways, layer, nbytes)
+        naive.fetch_listed(page_addresses, moves, layer, nbytes)
 
 
 def key_directions(keys: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ def fetch_pages(targets: Tensor, sources: Tensor, nbytes: int) -> None:
         ctypes.memmove(target, source, nbytes)
 
 
-def fetch_listed(homes: Tensor, ways: Tensor, layer: int, nbytes: int) -> None:
-    targets, sources = ways[:, 1 : 1 + int(ways[0, 0])]
-    fetch_pages(homes[layer, targets], homes[layer, sources], nbytes)
+def fetch_listed(page_addresses: Tensor, moves: Tensor, layer: int, nbytes: int) -> None:
+    targets, sources = moves[:, 1 : 1 + int(moves[0, 0])]
+    fetch_pages(page_addresses[layer, targets], page_addresses[layer, sources], nbytes)
 
 
 def key_directions(keys: Tensor) -> Tensor:

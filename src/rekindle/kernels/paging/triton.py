@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rekindle.kernels.attention.rows import BLOCK as PACK
 from rekindle.kernels.attention.rows import is_packed
 from rekindle.kernels.attention.triton import load_tile, views
+from rekindle.spec.attention import Q8_BLOCK
 
 WORD = 8  # bytes moved by one lane
 BLOCK = 2048  # words that a program moves at a time
@@ -28,18 +28,24 @@ def fetch_pages(targets: Tensor, sources: Tensor, nbytes: int) -> None:
     _fetch_kernel[(count,)](targets, sources, targets.stride(0), sources.stride(0), words, blocks, pages, BLOCK=BLOCK)
 
 
-def fetch_listed(homes: Tensor, ways: Tensor, layer: int, nbytes: int) -> None:
-    assert all((homes.stride(1) == 1, ways.is_contiguous())), "numbers and addresses are listed side by side"
+def fetch_listed(page_addresses: Tensor, moves: Tensor, layer: int, nbytes: int) -> None:
+    assert all((page_addresses.stride(1) == 1, moves.is_contiguous())), "addresses and moves lie side by side"
     assert nbytes % WORD == 0, f"a page of {nbytes} bytes is no whole number of words"
     words = nbytes // WORD
     _listed_kernel[(QUIET,)](
-        homes, ways, layer * homes.stride(0), ways.shape[1], words, triton.cdiv(words, BLOCK), BLOCK=BLOCK
+        page_addresses,
+        moves,
+        layer * page_addresses.stride(0),
+        moves.shape[1],
+        words,
+        triton.cdiv(words, BLOCK),
+        BLOCK=BLOCK,
     )
 
 
 @triton.jit
 def _pointer(address):
-    """To words; said to lie on an edge, so that a lane moves two of them at once."""
+    """To int64 words. Addresses are multiples of 16, so that a lane loads and stores two words at once."""
     return tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
 
 
@@ -63,23 +69,23 @@ def _move(target, source, block, words, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first", "width", "blocks"])
-def _listed_kernel(homes, ways, first, width, words, blocks, BLOCK: tl.constexpr):
-    count = tl.load(ways) * blocks
+def _listed_kernel(page_addresses, moves, first, width, words, blocks, BLOCK: tl.constexpr):
+    count = tl.load(moves) * blocks
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
-        way = ways + 1 + i // blocks
-        source = tl.load(homes + first + tl.load(way + width))
-        target = tl.load(homes + first + tl.load(way))
+        move = moves + 1 + i // blocks
+        source = tl.load(page_addresses + first + tl.load(move + width))
+        target = tl.load(page_addresses + first + tl.load(move))
         _move(target, source, i % blocks, words, BLOCK)
 
 
 def key_directions(keys: Tensor) -> Tensor:
     layers, pages, page, kv_heads, row = keys.shape
     assert keys.is_contiguous(), "pages lie side by side"
-    dim = row // (PACK + 2) * PACK if is_packed(keys) else row
+    dim = row // (Q8_BLOCK + 2) * Q8_BLOCK if is_packed(keys) else row
     out = torch.empty((pages, layers, kv_heads, dim), dtype=torch.float16, device=keys.device)
     values, scales = views(keys)
     _directions_kernel[(pages, layers, kv_heads)](
-        values, scales, out, KV_HEADS=kv_heads, DIM=dim, PAGE=page, PACKED=is_packed(keys), BLOCK=PACK
+        values, scales, out, KV_HEADS=kv_heads, DIM=dim, PAGE=page, PACKED=is_packed(keys), BLOCK=Q8_BLOCK
     )
     return out
 

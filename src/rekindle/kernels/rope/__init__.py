@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rekindle.kernels import attention
 from rekindle.kernels.ragged import Ragged
-from rekindle.kernels.rope import naive
+from rekindle.kernels.rope import cpu, naive
 from rekindle.spec import AttentionSpec
 
 
@@ -51,11 +51,14 @@ def norm_rope_store(
     kv: Tensor,
     ragged: Ragged,
 ) -> Tensor:
-    """norm_rope, then store_kv of the turned k and of v; returns the turned q. One launch on a GPU (packed: two)."""
+    """norm_rope, then store_kv of the turned k and of v; returns the turned q. One launch on a GPU (packed: two), one
+    call on a CPU."""
     if q.is_cuda and not attention.is_packed(kv):
         from rekindle.kernels.rope import triton
 
         return triton.norm_rope_store(q, k, v, q_weight, k_weight, eps, frequencies, kv, ragged)
+    if cpu.reads(q, kv):
+        return cpu.norm_rope_store(q, k, v, q_weight, k_weight, eps, frequencies, kv, ragged)
     q, k = norm_rope(q, k, q_weight, k_weight, eps, ragged.row_positions, frequencies)
     attention.store_kv(kv, k, v, ragged)
     return q

@@ -1,4 +1,4 @@
-"""Rotary positions behind an optional per-head norm, by definition."""
+"""RoPE after an optional per-head norm, by definition."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rekindle.kernels.device import starting_early
+from rekindle.kernels.device import pdl_arguments
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import PAGE
 
@@ -71,7 +71,7 @@ def _launch(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, STORED=ragged is not None, PAGE=PAGE,
         BLOCK_HALF=triton.next_power_of_2(half), BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)),
-        BLOCK_DIM=triton.next_power_of_2(dim), num_warps=1, **starting_early(q.device),
+        BLOCK_DIM=triton.next_power_of_2(dim), num_warps=1, **pdl_arguments(q.device),
     )  # fmt: skip
 
 
@@ -81,9 +81,9 @@ def _turn_kernel(
     q_row, q_head, k_row, k_head, v_row, v_head, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, STORED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)

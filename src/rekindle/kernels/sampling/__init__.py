@@ -8,8 +8,18 @@ from rekindle.kernels.sampling.naive import (
     apply_penalties,
     argmax,
     count_tokens,
+    keep_allowed,
     log_softmax_at,
     sample,
 )
 
-__all__ = ["LogProbs", "add_bias", "apply_penalties", "argmax", "count_tokens", "log_softmax_at", "sample"]
+__all__ = [
+    "LogProbs",
+    "add_bias",
+    "apply_penalties",
+    "argmax",
+    "count_tokens",
+    "keep_allowed",
+    "log_softmax_at",
+    "sample",
+]

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from rekindle.kernels.sampling import cpu
 
 SMALL_TOP_K = 128  # up to here partial selection beats sorting the vocabulary
 RUNS = 64  # runs of the vocabulary that are searched side by side
@@ -66,6 +69,8 @@ def argmax(logits: Tensor) -> Tensor:
         from rekindle.kernels.sampling import triton
 
         return triton.argmax(logits)
+    if cpu.reads(logits):
+        return cpu.argmax(logits)
     values, tokens = logits.max(-1)
     return torch.where(values.isfinite(), tokens, -1)
 
@@ -133,6 +138,26 @@ def apply_penalties(
 def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Tensor:
     """New logits with values[i] added at (rows[i], tokens[i])."""
     return logits.index_put((rows, tokens), values, accumulate=True)
+
+
+def keep_allowed(logits: Tensor, masks: Tensor, rows: Sequence[int]) -> Tensor:
+    """New logits: row rows[i] keeps the tokens whose bits are set in masks[i] and has -inf elsewhere; other rows stay.
+
+    masks int32 [n, words] on the host, bit b of word w is the token 32 w + b; a token beyond them is not allowed. A NaN
+    stays: no token is drawn from its row.
+    """
+    if logits.is_cuda:
+        from rekindle.kernels.sampling import triton
+
+        return triton.keep_allowed(logits, masks, rows)
+    vocab = logits.shape[1]
+    bits = torch.from_numpy(np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")[:, :vocab])
+    most = (bits.float() - 0.5) * torch.inf  # a minimum is vectorised, unlike a choice by booleans
+    most = torch.nn.functional.pad(most, (0, vocab - most.shape[1]), value=-torch.inf)
+    kept = logits.clone()
+    for row, ceiling in zip(rows, most, strict=True):
+        torch.minimum(logits[row], ceiling, out=kept[row])
+    return kept
 
 
 def log_softmax_at(logits: Tensor, tokens: Tensor, top: int) -> LogProbs:

@@ -8,6 +8,8 @@ order does not matter: a row's draw is the same in every batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -97,6 +99,39 @@ def _draw_sorted(logits: Tensor, settings: Tensor) -> Tensor:
 
 def _settings_on(device: torch.device, settings: Tensor) -> Tensor:
     return settings.contiguous().to(device, non_blocking=True)
+
+
+def keep_allowed(logits: Tensor, masks: Tensor, rows: Sequence[int]) -> Tensor:
+    """naive.keep_allowed; masks on the host."""
+    count, vocab = logits.shape
+    assert logits.stride(1) == 1, "the logits of a row lie side by side"
+    which = [-1] * count  # by row of logits: its mask
+    for number, row in enumerate(rows):
+        which[row] = number
+    out = torch.empty((count, vocab), dtype=logits.dtype, device=logits.device)
+    _keep_kernel[(triton.cdiv(vocab, PART), count)](
+        logits, _sent(masks, logits.device), _sent(torch.tensor(which, dtype=torch.int32), logits.device), out,
+        logits.stride(0), vocab, masks.shape[1], PART=PART, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device, without a wait: torch keeps pinned memory from its next user until the copy has run."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+@triton.jit(do_not_specialize=["words"])
+def _keep_kernel(logits, masks, which, out, logit_row, vocab, words, PART: tl.constexpr):
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = part * PART + tl.arange(0, PART)
+    inside = at < vocab
+    value = tl.load(logits + row * logit_row + at, mask=inside)
+    mask = tl.load(which + row).to(tl.int64)
+    known = inside & (mask >= 0) & (at // 32 < words)
+    word = tl.load(masks + mask * words + at // 32, mask=known, other=0)
+    stays = (mask < 0) | (((word >> (at % 32)) & 1) == 1) | (value != value)
+    tl.store(out + row * vocab + at, tl.where(stays, value, float("-inf")), mask=inside)
 
 
 # Few candidates: the best of every run of the vocabulary, the best of those, and the draw among them

@@ -1,0 +1,183 @@
+"""What clients of `rekindle serve` see on a GPU, line by line, by the load generator of `rekindle bench serve`.
+
+    PYTHONPATH=src python3 scripts/gpu/bench_serve.py --shape qwen3.6-35b-a3b [--profile] [--only NAME,NAME]
+
+Random weights in the exact shape; a server process, asked over HTTP with random token prompts; then one with a folder
+for snapshots, which is stopped and started again. --profile says after each line where the engine's thread was, sampled
+every millisecond. A short table comes last, the JSON of every row is written to $OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+from rekindle.bench.load import Client, Load, Row, rows_of, run_load
+
+SERVE = "from rekindle.cli import main; main()"
+PROFILED = r"""
+import collections, json, signal, sys, threading, time
+counts = collections.Counter()
+def sample():
+    while True:
+        time.sleep(0.001)
+        thread = next((t for t in threading.enumerate() if t.name == "engine"), None)
+        frame = sys._current_frames().get(thread.ident) if thread else None
+        names = []
+        while frame is not None:
+            code = frame.f_code
+            names.append(code.co_filename.rsplit("/", 1)[-1].removesuffix(".py") + "." + code.co_name)
+            frame = frame.f_back
+        counts[tuple(names)] += 1
+def dump(*_):
+    waiting = "inbox.receive"
+    taken = [(stack, n) for stack, n in counts.copy().items() if stack and waiting not in stack[:3]]
+    counts.clear()
+    total = sum(n for _, n in taken) or 1
+    inclusive, leaf = collections.Counter(), collections.Counter()
+    for stack, n in taken:
+        leaf[stack[0]] += n
+        for name in set(stack):
+            inclusive[name] += n
+    show = lambda c, k: "  ".join(f"{name} {100 * n // total}%" for name, n in c.most_common(k))
+    print(f"PROFILE {total} ms\n  in: {show(inclusive, 34)}\n  at: {show(leaf, 16)}", flush=True)
+threading.Thread(target=sample, daemon=True).start()
+signal.signal(signal.SIGUSR2, dump)
+"""
+
+
+class Server:
+    """A process; whatever it says goes to a file."""
+
+    def __init__(self, arguments: list[str], log: Path, profile: bool, source: str | None) -> None:
+        self.began = time.perf_counter()
+        code = PROFILED + SERVE if profile else SERVE
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-c", code, "serve", "--port", "0", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | ({"PYTHONPATH": source} if source else {}),
+        )  # fmt: skip
+        self.url, self._ready, self._log = "", threading.Event(), log.open("a")
+        threading.Thread(target=self._read, daemon=True).start()
+        self._ready.wait(400)
+        if not self.url:
+            raise SystemExit(f"the server did not start; see {log}")
+        self.seconds = time.perf_counter() - self.began
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._log.write(f"{time.perf_counter() - self.began:8.2f} {line}")
+            self._log.flush()
+            if match := re.search(r"chat in a browser\s+(http://\S+?)/?\s*$", line):
+                self.url = match[1]
+                self._ready.set()
+        self._ready.set()
+
+    def dump(self) -> None:
+        self.process.send_signal(signal.SIGUSR2)
+        time.sleep(0.3)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(120)
+
+
+LINES = {
+    "new": Load(prompts=(1, 8, 64, 512), requests=6, answer=8),
+    "turn 200 on 8192": Load(prompts=(8192,), requests=3, answer=8, turns=3, turn=200),
+    "turn 300 on 32768": Load(prompts=(32768,), requests=2, answer=8, turns=3, turn=300),
+    "restored": Load(prompts=(8, 512, 4096, 32768), requests=3, answer=8, again=1),
+    "32 at once": Load(prompts=(512,), requests=32, concurrency=32, answer=32),
+    "answer of 2048": Load(prompts=(512,), requests=2, answer=2048),
+    "4 streams, intruder": Load(prompts=(512,), requests=4, concurrency=4, answer=1500, intruder=32768),
+}
+KEPT = {  # asked of a server with a folder, and again of the next one
+    "restart, 33068": Load(prompts=(33068,), requests=1, answer=64),
+    "restart, 32 at once": Load(prompts=(512,), requests=32, concurrency=32, answer=32),
+}
+
+
+def ask(server: Server, name: str, load: Load, vocab: int, profile: bool) -> dict[str, object]:
+    seed = zlib.crc32(name.removeprefix("before ").removeprefix("after ").encode())
+    load = replace(load, vocab=vocab, lowest=min(1000, vocab // 2), seed=seed)
+    rows = rows_of(asyncio.run(run_load(Client(server.url), load)))
+    for row in rows:
+        say(name, row)
+    if profile:
+        server.dump()
+    return {"line": name, "rows": [row.as_dict() for row in rows]}
+
+
+def say(name: str, row: Row) -> None:
+    print(
+        f"{name:20s} {row.what:22s} first {row.first_p50:8.1f} worst {row.first_worst:8.1f} last {row.last_first:8.1f} "
+        f"gap {row.gap_p50:6.2f} p99 {row.gap_p99:7.2f} worst {row.gap_worst:7.2f} tok/s {row.decode:6.1f} "
+        f"restored {row.ram + row.disk:7d} computed {row.computed:6d} {row.failure or ''}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", default="qwen3.6-35b-a3b")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--context", default="40960")
+    parser.add_argument("--sequences", default="32")
+    parser.add_argument("--serve", default="", help="more options for the server")
+    parser.add_argument("--name", default="serve")
+    parser.add_argument("--vocab", type=int, default=32_000)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--source", help="PYTHONPATH of the server, to measure another version of it")
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    out = Path(os.environ.get("OUT", "."))
+    path, log = options.folder / f"{options.shape}.gguf", out / f"{options.name}.log"
+    if not path.exists():
+        from rekindle.bench.synth import write_synthetic
+
+        began = time.perf_counter()
+        write_synthetic(path, options.shape)
+        print(f"wrote {path.name} in {time.perf_counter() - began:.1f} s", flush=True)
+    only = [name for name in options.only.split(",") if name]
+    common = [str(path), "--context", options.context, "--sequences", options.sequences, "--cache-ram", "24GiB"]
+    common += options.serve.split()
+    told = list[dict[str, object]]()
+    lines = {name: load for name, load in LINES.items() if not only or any(part in name for part in only)}
+    if lines:
+        # No disk: a file of random weights is the same each time, and the next run would find its prompts.
+        server = Server([*common, "--cache-disk", "0"], log, options.profile, options.source)
+        print(f"ready after {server.seconds:.1f} s", flush=True)
+        try:
+            for name, load in lines.items():
+                told.append(ask(server, name, load, options.vocab, options.profile))
+        finally:
+            server.stop()
+    kept = {name: load for name, load in KEPT.items() if not only or any(part in name for part in only)}
+    folder = options.folder / "rekindle-bench-snapshots"
+    for turn in ("before", "after") if kept else ():
+        server = Server([*common, "--cache-dir", str(folder)], log, options.profile, options.source)
+        print(f"{turn} the restart: ready after {server.seconds:.1f} s", flush=True)
+        try:
+            for name, load in kept.items():
+                told.append(ask(server, f"{turn} {name}", load, options.vocab, options.profile))
+        finally:
+            server.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+    (out / f"{options.name}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

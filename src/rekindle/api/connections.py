@@ -1,0 +1,122 @@
+"""Connections: how many there may be, how long headers may take, and how long an answer may lie unread.
+
+uvicorn bounds the time between two requests of a connection and the size of headers, but neither how long the first
+ones take to arrive, nor how many connections wait for them, nor how long a client may leave what it was sent unread.
+And a body in chunks of one byte each keeps its parser busy for seconds: it is parsed in slices, between which the
+event loop serves others, and not at all once its answer has been given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from rekindle.errors import BadConfig
+
+SLICE = 2048  # bytes; in chunks of one byte some hundred chunks, which take ten milliseconds
+LINGER_SECONDS = 1.0
+UNREAD_SECONDS = 60.0
+
+
+def guarded_protocol(most: int, header_seconds: float, unread_seconds: float = UNREAD_SECONDS) -> type[H11Protocol]:
+    """uvicorn's protocol with bounds: connections at one time, seconds for a request's headers to arrive, and seconds
+    for a client to take what lies ready for it."""
+    if most < 1:
+        raise BadConfig(f"--max-connections {most}: at least 1 is needed")
+    if header_seconds <= 0:
+        raise BadConfig(f"--header-timeout {header_seconds:g}: must be above 0 seconds")
+    refusal = _refusal(f"{most} connections are open, which is all this server takes (--max-connections)")
+
+    class GuardedProtocol(H11Protocol):
+        _deadline: asyncio.TimerHandle | None = None  # for headers
+        _unread: asyncio.TimerHandle | None = None  # for a client to read what it was sent
+        _unparsed: bytes = b""
+        _is_parsing = False
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                transport.write(refusal)
+                transport.close()
+                return
+            self._await_headers()
+
+        def data_received(self, data: bytes) -> None:
+            self._unparsed += data
+            if not self._is_parsing:
+                self._parse_slice()
+
+        def _parse_slice(self) -> None:
+            """Parse received bytes: a slice at a time where they may be chunks, else all at once."""
+            self._is_parsing = bool(self._unparsed) and not self.transport.is_closing()
+            if not self._is_parsing:
+                return
+            size = SLICE if self._may_be_chunked() else len(self._unparsed)
+            data, self._unparsed = self._unparsed[:size], self._unparsed[size:]
+            super().data_received(data)
+            self._await_headers()
+            self._is_parsing = bool(self._unparsed)
+            if self._is_parsing:
+                self.loop.call_soon(self._parse_slice)
+
+        def _may_be_chunked(self) -> bool:
+            if self.cycle is None or self.cycle.response_complete:
+                return True  # headers, and the bytes after them, which may be chunks
+            return any(name == b"transfer-encoding" for name, _ in self.headers)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.their_state is h11.SEND_BODY:
+                # The answer is complete, so the rest of the body is not read. The client gets a moment to read it.
+                self._unparsed = b""
+                self.flow.pause_reading()
+                self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+            else:
+                self._await_headers()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self._unread or self.loop.call_later(unread_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stop_reading_clock()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._unparsed = b""
+            self._stop_waiting()
+            self._stop_reading_clock()
+            super().connection_lost(exc)
+
+        def _await_headers(self) -> None:
+            """Between requests the clock runs from the first byte on; before that, uvicorn's for idle connections."""
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop_waiting()
+            elif self._deadline is None and (self.cycle is None or self._has_begun_another()):
+                self._deadline = self.loop.call_later(header_seconds, self.transport.abort)
+
+        def _has_begun_another(self) -> bool:
+            return self.timeout_keep_alive_task is None or bool(self.conn.trailing_data[0])
+
+        def _stop_reading_clock(self) -> None:
+            if self._unread is not None:
+                self._unread.cancel()
+                self._unread = None
+
+        def _stop_waiting(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return GuardedProtocol
+
+
+def _refusal(message: str) -> bytes:
+    error: dict[str, Any] = {"message": message, "type": "server_error", "param": None, "code": "too_many_connections"}
+    body = json.dumps({"error": error}).encode()
+    head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return head.encode() + b"retry-after: 1\r\nconnection: close\r\n\r\n" + body

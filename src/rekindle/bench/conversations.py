@@ -1,0 +1,187 @@
+"""What replayed conversations say: scripts that send messages, or a raw prompt, and are sent the answers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rekindle.errors import BadConfig
+
+Message = dict[str, Any]
+Said = list[Message] | str  # of one request: messages, or a raw prompt
+Script = Generator[Said, Message, None]  # yields what each request says, is sent the assistant's message
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """In words, which are tokens for most vocabularies. A server's fixed cost per turn is a token or two: against
+    turns of a few words it would be all that is measured, so the default turn is a few hundred."""
+
+    system: int = 300
+    turn: int = 200
+    turns: int = 6
+    answer: int = 8  # tokens
+    document: int = 3200
+
+    def scaled(self, scale: float) -> Sizes:
+        system, turn, document = (round(size * scale) for size in (self.system, self.turn, self.document))
+        return Sizes(system, turn, self.turns, self.answer, document)
+
+
+BRANCHES = 3  # prompts that part in the middle of one message
+
+TEXT = (
+    "the value of each line in this file is read once and kept until a test asks for it again so that no work is done "
+    "twice when a user changes one name or moves a block from here to there and then runs all checks on both sides "
+    "with more time than before we look at what came back and write down where it went wrong first"
+)
+
+
+def prose(count: int, seed: str) -> str:
+    """Words without sense, the same for the same seed."""
+    chosen = random.Random(seed).choices(TEXT.split(), k=count)
+    lines = [" ".join(chosen[i : i + 12]) for i in range(0, count, 12)]
+    return "\n".join(lines)
+
+
+def _system(sizes: Sizes, seed: str) -> Message:
+    return {"role": "system", "content": prose(sizes.system, seed)}
+
+
+def _result(sizes: Sizes, seed: str) -> Message:
+    """A tool's result, as agents send it: long, and in a user turn. No two begin alike: a common beginning would
+    count as seen, and no server can tell before the second one comes that it is worth a snapshot."""
+    return {"role": "user", "content": prose(sizes.turn, seed)}
+
+
+def _without_thinking(answer: Message) -> Message:
+    return {"role": "assistant", "content": answer["content"] or "."}
+
+
+def growing(sizes: Sizes, seed: str) -> Script:
+    """Each turn appends the answer as it came and a new tool result."""
+    messages = [_system(sizes, seed)]
+    for turn in range(sizes.turns):
+        messages.append(_result(sizes, f"{seed} {turn}"))
+        messages.append((yield messages))
+
+
+def thinking(sizes: Sizes, seed: str) -> Script:
+    """The client sends answers back without what the model thought."""
+    messages = [_system(sizes, seed)]
+    for turn in range(sizes.turns):
+        messages.append(_result(sizes, f"{seed} {turn}"))
+        messages.append(_without_thinking((yield messages)))
+
+
+def subagents(sizes: Sizes, seed: str) -> Script:
+    """Three conversations in turns, under one system prompt."""
+    system = _system(sizes, seed)
+    each: list[list[Message]] = [[system], [system], [system]]
+    for turn in range(sizes.turns):
+        messages = each[turn % 3]
+        messages.append(_result(sizes, f"{seed} {turn}"))
+        messages.append((yield messages))
+
+
+def edited(sizes: Sizes, seed: str) -> Script:
+    """A growing conversation in which, past its middle, one line of an early tool result changes."""
+    messages = [_system(sizes, seed)]
+    for turn in range(sizes.turns):
+        if turn == sizes.turns - 2:
+            messages[3] = {"role": "user", "content": _with_an_edit(messages[3]["content"])}
+        messages.append(_result(sizes, f"{seed} {turn}"))
+        messages.append((yield messages))
+
+
+def _with_an_edit(text: str) -> str:
+    lines = text.split("\n")
+    lines[len(lines) // 3] = "[this line was cleared]"
+    return "\n".join(lines)
+
+
+def branching(sizes: Sizes, seed: str) -> Script:
+    """Three questions, each in one message behind the same document."""
+    document = prose(sizes.document, seed)
+    for turn in range(BRANCHES):
+        yield [{"role": "user", "content": f"{document}\n\n{_question(sizes, seed, turn)}"}]
+
+
+def stamped(sizes: Sizes, seed: str) -> Script:
+    """A long system prompt with the time of the call in its middle; each call is a conversation of its own."""
+    before, after = (prose(sizes.document // 2, f"{seed} {half}") for half in ("before", "after"))
+    for turn in range(BRANCHES):
+        system = f"{before}\nIt is now {10 + 3 * turn}:{7 * turn + 12} o'clock.\n{after}"
+        yield [{"role": "system", "content": system}, _result(sizes, f"{seed} {turn}")]
+
+
+def raw(sizes: Sizes, seed: str) -> Script:
+    """Completions of three texts that begin alike."""
+    shared = prose(sizes.document, seed)
+    for turn in range(BRANCHES):
+        yield f"{shared}\n{_question(sizes, seed, turn)}"
+
+
+def _question(sizes: Sizes, seed: str, turn: int) -> str:
+    return f"{turn + 1}. {prose(sizes.turn // 5, f'{seed} {turn}')}?"
+
+
+def recorded(requests: Sequence[list[Message]]) -> Callable[[Sizes, str], Script]:
+    """A session as it was: what the server answers is not put into it."""
+
+    def script(sizes: Sizes, seed: str) -> Script:
+        for messages in requests:
+            first, *rest = messages
+            # The seed sets one replay apart from the next, which would otherwise find all of it.
+            yield [{**first, "content": f"[{seed}]\n{first['content']}"}, *rest]
+
+    return script
+
+
+def read_session(path: Path) -> list[list[Message]]:
+    """JSON lines, one per request in the order they were sent: {"messages": [...]} as in a chat request's body.
+
+    Other fields of a line are ignored, so a log of request bodies can be given as it is.
+    """
+    requests = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            messages = json.loads(line)["messages"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadConfig(f"{path.name} line {number}: not a JSON object with messages: {error}") from error
+        if not isinstance(messages, list) or not messages or not isinstance(messages[0].get("content"), str):
+            raise BadConfig(f"{path.name} line {number}: messages must be a list that begins with a text message")
+        requests.append(messages)
+    if not requests:
+        raise BadConfig(f"{path.name} holds no request")
+    return requests
+
+
+def own_session() -> Path:
+    """The session that comes with the package."""
+    return Path(str(files("rekindle") / "bench" / "sessions" / "fix_a_test.jsonl"))
+
+
+class Conversation(NamedTuple):
+    script: Callable[[Sizes, str], Script]
+    goal: float  # the ratio that must hold
+    turns: int | None = None  # requests, where that is not for the user to say
+
+
+SCRIPTS = {
+    "growing": Conversation(growing, 1.01),
+    "thinking": Conversation(thinking, 1.05),
+    "subagents": Conversation(subagents, 1.01),
+    "edited": Conversation(edited, 1.05),
+    "branching": Conversation(branching, 1.15, BRANCHES),
+    "stamped": Conversation(stamped, 1.15, BRANCHES),
+    "raw": Conversation(raw, 1.15, BRANCHES),
+}
+RECORDED_GOAL = 1.05

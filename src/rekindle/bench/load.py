@@ -1,0 +1,393 @@
+"""A load generator: what clients of an OpenAI-style server see, in milliseconds and tokens per second.
+
+Prompts are random token ids sent to /v1/completions, so that their lengths are exact; the same seed sends the same
+prompts, also to a server that was started again in between. Clocks start when a request is sent over a connection that
+is open already, and stop when an event with tokens has come in. What was restored and what was computed is the
+server's own word: its `rekindle` object, or the `cached_tokens` that others report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import h11
+
+from rekindle.errors import BadConfig, RekindleError
+
+Begun = Callable[[], None]  # called once, at the first token
+LONGEST_WAIT = 1800.0  # seconds for one answer
+INTRUDER = "intruder"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent."""
+
+    prompts: tuple[int, ...] = (512,)  # tokens of the first prompt; every length is measured by itself
+    answer: int = 64  # tokens, stop tokens or not
+    requests: int = 4  # conversations of every length
+    concurrency: int = 1  # conversations at once …
+    rate: float | None = None  # … or so many that begin per second, at random moments, however many run
+    prefix: int = 0  # tokens that every prompt begins with
+    turns: int = 1  # requests of a conversation: each sends all that was said, and `turn` tokens more
+    turn: int = 200
+    again: int = 0  # times that everything is sent once more afterwards
+    intruder: int = 0  # tokens of one prompt that comes in while the first answers run; 0 for none
+    seed: int = 0
+    vocab: int = 32_000  # ids are drawn below it
+    lowest: int = 1_000  # and not below this: special tokens often come first
+
+    def __post_init__(self) -> None:
+        _check("--vocab", self.vocab, self.lowest + 1)
+        for name in ("answer", "requests", "concurrency", "turns", "turn"):
+            _check(f"--{name}", getattr(self, name), 1)
+        for name in ("prefix", "again", "intruder"):
+            _check(f"--{name}", getattr(self, name), 0)
+        for length in self.prompts:
+            _check("--prompt", length, 1)
+        if self.rate is not None and self.rate <= 0:
+            raise BadConfig(f"--rate is {self.rate}, it must be more than 0")
+
+    def tokens(self, count: int, *names: object) -> list[int]:
+        """Random ones, the same for the same seed and names."""
+        draws = random.Random(" ".join(map(str, (self.seed, *names))))
+        return draws.choices(range(self.lowest, self.vocab), k=count)
+
+    def first_prompt(self, length: int, number: int) -> list[int]:
+        shared = self.tokens(min(self.prefix, length), "prefix")
+        return shared + self.tokens(length - len(shared), "prompt", length, number)
+
+
+def _check(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise BadConfig(f"{option} is {value}, it must be at least {least}")
+
+
+class LoadFailed(RekindleError):
+    """A server did not answer, or refused a request."""
+
+
+# -- one request ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back for one request, and when. Times are seconds of one clock."""
+
+    what: str  # requests of one name are reported together
+    prompt: int  # tokens sent
+    sent: float = 0.0
+    arrivals: list[float] = field(default_factory=list)  # of events with tokens
+    ids: list[int] = field(default_factory=list)
+    tokens: int = 0
+    ram: int = 0
+    disk: int = 0
+    computed: int = 0
+    failure: str | None = None
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.arrivals[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.arrivals)]
+
+    @property
+    def seconds(self) -> float:
+        """From the first token to the last."""
+        return self.arrivals[-1] - self.arrivals[0]
+
+
+class Client:
+    """Asks one server; a connection for every request."""
+
+    def __init__(self, url: str, key: str | None = None, model: str | None = None, token_ids: bool = True) -> None:
+        """token_ids: ask for the ids of the answer, which a conversation goes on from."""
+        self._url = _parts_of(url)
+        self._key = key
+        self._body = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+        self._body |= {"model": model} if model else {}
+        self._body |= {"return_token_ids": True} if token_ids else {}
+
+    async def ask(self, what: str, prompt: Sequence[int], tokens: int, begun: Begun | None = None) -> Answer:
+        """Never raises for what a server does: a request that failed says why. `begun` hears of the first token."""
+        answer = Answer(what, len(prompt))
+        try:
+            async with asyncio.timeout(LONGEST_WAIT):
+                await self._ask(answer, {**self._body, "prompt": list(prompt), "max_tokens": tokens}, begun)
+        except TimeoutError:
+            answer.failure = f"no answer within {LONGEST_WAIT:g} s"
+        except (OSError, h11.ProtocolError, LoadFailed) as error:
+            answer.failure = str(error) or type(error).__name__
+        if answer.failure is None and not answer.arrivals:
+            answer.failure = "the answer has no tokens"
+        if begun is not None and not answer.arrivals:
+            begun()  # it never will
+        return answer
+
+    async def _ask(self, answer: Answer, body: dict[str, Any], begun: Begun | None) -> None:
+        data = json.dumps(body).encode()
+        secure = ssl.create_default_context() if self._url.scheme == "https" else None
+        port = self._url.port or (443 if secure else 80)
+        reader, writer = await asyncio.open_connection(self._url.hostname, port, ssl=secure)
+        try:
+            connection = h11.Connection(h11.CLIENT)
+            answer.sent = time.perf_counter()
+            writer.write(connection.send(self._head(len(data))) or b"")
+            writer.write(connection.send(h11.Data(data=data)) or b"")
+            writer.write(connection.send(h11.EndOfMessage()) or b"")
+            await writer.drain()
+            async for came, event in _events(reader, connection):
+                waiting = not answer.arrivals
+                _take(answer, event, came)
+                if waiting and answer.arrivals and begun is not None:
+                    begun()
+        finally:
+            writer.close()
+
+    def _head(self, size: int) -> h11.Request:
+        headers = {"host": self._url.netloc, "content-type": "application/json", "content-length": str(size)}
+        headers |= {"authorization": f"Bearer {self._key}"} if self._key else {}
+        return h11.Request(method="POST", target=f"{self._url.path}/completions", headers=list(headers.items()))
+
+
+def _parts_of(url: str) -> SplitResult:
+    """http://host:port, with or without /v1, as the base of an OpenAI-style client."""
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BadConfig(f"{url} is no address of a server, such as http://127.0.0.1:8080")
+    path = parts.path.rstrip("/")
+    return parts._replace(path=path if path.endswith("/v1") else f"{path}/v1")
+
+
+async def _events(reader: asyncio.StreamReader, connection: h11.Connection) -> AsyncIterator[tuple[float, Any]]:
+    """Every event of a stream with the moment at which its last byte came."""
+    line = b""
+    async for came, data in _data(reader, connection):
+        *lines, line = (line + data).split(b"\n")
+        for each in lines:
+            found = each.strip().removeprefix(b"data:").strip()
+            if found.startswith(b"{"):
+                yield came, json.loads(found)
+
+
+async def _data(reader: asyncio.StreamReader, connection: h11.Connection) -> AsyncIterator[tuple[float, bytes]]:
+    came, refused = 0.0, b""
+    status = 200
+    while True:
+        event = connection.next_event()
+        if event is h11.NEED_DATA:
+            received = await reader.read(1 << 16)
+            came = time.perf_counter()
+            connection.receive_data(received)
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data):
+            if status == 200:
+                yield came, bytes(event.data)
+            else:
+                refused += event.data
+        else:
+            break
+    if status != 200:
+        raise LoadFailed(f"status {status}: {refused[:300].decode(errors='replace')}")
+    if not isinstance(event, h11.EndOfMessage):
+        raise LoadFailed("the server hung up amid an answer")
+
+
+def _take(answer: Answer, event: dict[str, Any], came: float) -> None:
+    if "error" in event:
+        raise LoadFailed(str(event["error"].get("message", event["error"])))
+    for choice in event.get("choices", ()):
+        ids = choice.get("token_ids") or []
+        if ids or choice.get("text"):
+            answer.arrivals.append(came)
+            answer.ids += ids
+            answer.tokens += len(ids) or 1
+    usage = event.get("usage") or {}
+    answer.tokens = usage.get("completion_tokens", answer.tokens)
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    if usage:
+        answer.ram, answer.computed = cached, usage.get("prompt_tokens", answer.prompt) - cached
+    if (report := event.get("rekindle")) is not None:
+        answer.ram, answer.disk = report["restored"]["ram"], report["restored"]["disk"]
+        answer.computed = report["computed"]
+
+
+# -- many of them ---------------------------------------------------------------------------------------------------
+
+Ask = Callable[[str, Sequence[int], int, Begun | None], Awaitable[Answer]]
+
+
+async def run_load(client: Client, load: Load) -> list[Answer]:
+    """Everything that the load asks for: length by length, then all of it again."""
+    answers = list[Answer]()
+    for time_sent in range(load.again + 1):
+        for length in load.prompts:
+            answers += await _run_length(client.ask, load, length, time_sent)
+    return answers
+
+
+async def _run_length(ask: Ask, load: Load, length: int, time_sent: int) -> list[Answer]:
+    suffix = " again" if time_sent else ""
+    begun = asyncio.Semaphore(0)
+    intruder = asyncio.create_task(_intrude(ask, load, length, begun)) if load.intruder and not time_sent else None
+
+    async def converse(number: int) -> list[Answer]:
+        return await _converse(ask, load, length, number, suffix, begun.release)
+
+    run = _at_rate if load.rate is not None else _at_once
+    answers = await run(load, length, converse)
+    if intruder is not None:
+        answers.append(await intruder)
+    return answers
+
+
+async def _intrude(ask: Ask, load: Load, length: int, begun: asyncio.Semaphore) -> Answer:
+    """Once as many answers have begun as run at once."""
+    for _ in range(min(load.requests, load.concurrency)):
+        await begun.acquire()
+    return await ask(f"{INTRUDER} {load.intruder}", load.tokens(load.intruder, INTRUDER, length), 1, None)
+
+
+async def _at_once(load: Load, length: int, converse: Callable[[int], Awaitable[list[Answer]]]) -> list[Answer]:
+    """So many at a time; the next begins when one ends."""
+    numbers = iter(range(load.requests))
+
+    async def go_on() -> list[Answer]:
+        return [answer for number in numbers for answer in await converse(number)]
+
+    several = await asyncio.gather(*(go_on() for _ in range(min(load.concurrency, load.requests))))
+    return [answer for answers in several for answer in answers]
+
+
+async def _at_rate(load: Load, length: int, converse: Callable[[int], Awaitable[list[Answer]]]) -> list[Answer]:
+    """They begin at random moments, so many per second in the long run, whether or not others have ended."""
+    assert load.rate is not None, "the load says how many"
+    draws = random.Random(f"{load.seed} rate {length}")
+    moments, at = list[float](), 0.0
+    for _ in range(load.requests):
+        moments.append(at)
+        at += draws.expovariate(load.rate)
+
+    async def later(number: int, moment: float) -> list[Answer]:
+        await asyncio.sleep(moment)
+        return await converse(number)
+
+    several = await asyncio.gather(*(later(number, moment) for number, moment in enumerate(moments)))
+    return [answer for answers in several for answer in answers]
+
+
+async def _converse(ask: Ask, load: Load, length: int, number: int, suffix: str, begun: Begun) -> list[Answer]:
+    """Turn after turn, each on top of all that was said; it ends with the first turn that fails."""
+    prompt, answers = load.first_prompt(length, number), list[Answer]()
+    for turn in range(load.turns):
+        what = f"prompt {length}" if turn == 0 else f"turn {turn + 1} on {length}"
+        answer = await ask(what + suffix, prompt, load.answer, begun)
+        answers.append(answer)
+        if answer.failure is not None:
+            break
+        # A server that keeps its ids to itself is sent others in their place: it can go on from the prompt's end only.
+        said = answer.ids or load.tokens(load.answer, "said", length, number, turn)
+        prompt = prompt + said + load.tokens(load.turn, "turn", length, number, turn)
+    return answers
+
+
+# -- the account ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Requests of one name. Times are milliseconds."""
+
+    what: str
+    requests: int
+    failed: int
+    failure: str | None  # of the first that failed
+    first_p50: float
+    first_p99: float
+    first_worst: float
+    last_first: float  # from the first request sent to the last one's first token
+    gap_p50: float
+    gap_p99: float
+    gap_worst: float
+    decode: float  # tokens per second of one answer, behind its first; the median
+    throughput: float  # tokens sent and answered per second, of all together
+    sent: int  # prompt tokens
+    ram: int
+    disk: int
+    computed: int
+    answered: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def rows_of(answers: Sequence[Answer]) -> list[Row]:
+    """One for every name, in the order in which they first came; and what the others saw while an intruder came in."""
+    rows = [_row(what, [answer for answer in answers if answer.what == what]) for what in _names(answers)]
+    for intruder in (answer for answer in answers if answer.what.startswith(INTRUDER) and answer.failure is None):
+        others = [answer for answer in answers if answer is not intruder and answer.failure is None]
+        seen = [_within(answer, intruder.sent, intruder.arrivals[0]) for answer in others]
+        rows.append(_row(f"beside {intruder.what}", [answer for answer in seen if answer.arrivals]))
+    return rows
+
+
+def _within(answer: Answer, began: float, ended: float) -> Answer:
+    """What came of it meanwhile; nothing was sent."""
+    arrivals = [came for came in answer.arrivals if began <= came <= ended]
+    return Answer(answer.what, 0, began, arrivals, tokens=len(arrivals))
+
+
+def _names(answers: Sequence[Answer]) -> Iterator[str]:
+    yield from dict.fromkeys(answer.what for answer in answers)
+
+
+def _row(what: str, answers: Sequence[Answer]) -> Row:
+    good = [answer for answer in answers if answer.failure is None]
+    failures = [answer.failure for answer in answers if answer.failure is not None]
+    firsts = [1000 * answer.first for answer in good]
+    gaps = [1000 * gap for answer in good for gap in answer.gaps]
+    began = min((answer.sent for answer in good), default=0.0)
+    ended = max((answer.arrivals[-1] for answer in good), default=0.0)
+    sent, answered = sum(answer.prompt for answer in good), sum(answer.tokens for answer in good)
+    speeds = [(answer.tokens - 1) / answer.seconds for answer in good if answer.tokens > 1 and answer.seconds]
+    return Row(
+        what=what,
+        requests=len(answers),
+        failed=len(failures),
+        failure=failures[0] if failures else None,
+        first_p50=share_below(firsts, 0.5),
+        first_p99=share_below(firsts, 0.99),
+        first_worst=share_below(firsts, 1.0),
+        last_first=1000 * (max((answer.arrivals[0] for answer in good), default=began) - began),
+        gap_p50=share_below(gaps, 0.5),
+        gap_p99=share_below(gaps, 0.99),
+        gap_worst=share_below(gaps, 1.0),
+        decode=round(share_below(speeds, 0.5), 1),
+        throughput=round((sent + answered) / (ended - began), 1) if ended > began else 0.0,
+        sent=sent,
+        ram=sum(answer.ram for answer in good),
+        disk=sum(answer.disk for answer in good),
+        computed=sum(answer.computed for answer in good),
+        answered=answered,
+    )
+
+
+def share_below(values: Sequence[float], share: float) -> float:
+    """The smallest of the values that is not exceeded by this share of them; 0 where there are none."""
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    return round(ordered[max(0, -int(-share * len(ordered) // 1) - 1)], 3)

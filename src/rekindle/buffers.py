@@ -1,0 +1,22 @@
+"""How large the runtime's shared buffers are. Rooms allocate them and the plan reserves them, both from here. No torch.
+
+What a kind of layer needs for itself stands with the kind, in `spec/`.
+"""
+
+from __future__ import annotations
+
+SCRATCH = 1 << 28  # quantised weights expanded at a time, of a matrix or of a layer's experts: 512 MiB in 16 bits
+
+SINK_PAGES = 1  # pages at the beginning of a sequence that never leave the pool …
+TAIL_PAGES = 4  # … and sealed pages at its end
+STAGED_PAGES = 64  # pages of one layer in each of the two buffers between host and device
+STAGED_EXPERTS = 16  # in each of the two halves through which cold experts pass in prefill, or all of a smaller layer
+
+RECORDED_ROWS = 2048  # of the longest chunk that is recorded: its graph has work memory of its own
+
+IN_FLIGHT = 2  # captures that lie apart on a device until they are copied to the host
+CAPTURED_PAGES = 64  # pages gathered on a device at a time, on their way to the host or back
+
+SLAB_BYTES = 16 << 20  # of host memory that is used again, pinned beside a GPU
+STOCK = 8  # slabs of a GPU that wait for captures, where no plan says how many: beside a GPU in another machine
+UPLOAD_SLABS = 4  # through which memory that is not pinned goes up

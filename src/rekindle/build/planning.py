@@ -1,0 +1,133 @@
+"""From settings to a plan: types, machine, wishes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from rekindle.build.drafts import NO_DRAFTER, DrafterBytes, drafter_bytes, open_drafter_of, rewind_rows
+from rekindle.build.machine import device_of, shard_of
+from rekindle.build.model import Model
+from rekindle.build.sizes import loaded_sizes
+from rekindle.build.types import DTYPES, check_heads, choose_types
+from rekindle.config import Config
+from rekindle.errors import BadConfig, DoesNotFit
+from rekindle.experts import CountsFile
+from rekindle.placement import Machine, Plan, Sizes, Wishes, make_plan, parse_split, way_out
+from rekindle.spec import ModelSpec
+
+log = logging.getLogger("rekindle.build")
+
+
+def resolve(config: Config, model: Model, names: list[str]) -> Config:
+    """Decide what depends on the devices, once for all replicas: they restore each other's snapshots."""
+    dtype, kv_type = choose_types(model.file, names, config.dtype, config.kv_type)
+    log.info("activations are %s, KV is %s", dtype, kv_type)
+    return replace(config, dtype=dtype, kv_type=kv_type, grid=_grid(config, names))
+
+
+def divide(machine: Machine, replicas: int) -> list[Machine]:
+    """The devices in order, as evenly as can be; each replica has its share of the RAM beside them."""
+    count = len(machine.devices)
+    if replicas > count:
+        names = ", ".join(device.name for device in machine.devices)
+        raise BadConfig(f"--replicas is {replicas}, each needs a device of its own and there is only {names}")
+    edges = [count * index // replicas for index in range(replicas + 1)]
+    return [Machine(machine.devices[a:b], machine.ram // replicas) for a, b in pairwise(edges)]
+
+
+def check_alike(plans: list[Plan]) -> None:
+    """Replicas restore each other's snapshots; which pages a sparse one leaves out depends on its pool."""
+    if plans[0].wishes.kv_mode != "sparse":
+        return
+    pools = [plan.pool_pages for plan in plans]
+    for index, other in enumerate(pools):
+        if other != pools[0]:
+            raise BadConfig(
+                f"--kv-mode sparse needs replicas with one pool; replica 0 has {pools[0]} pages, replica {index} has "
+                f"{other}: give --pool"
+            )
+
+
+def plan_model(config: Config, model: Model, machine: Machine) -> Plan:
+    """Where everything goes. `rekindle plan` shows the same plan without loading anything."""
+    names = [device.name for device in machine.devices]
+    dtype, kv_type = choose_types(model.file, names, config.dtype, config.kv_type)
+    check_heads(model.file, names, kv_type)
+    counts_file = counts_file_of(config, model)
+    counts = counts_file.counts.for_placement() if counts_file else None
+    drafter = drafter_wishes(config, model, names, DTYPES[dtype])
+    sizes = loaded_sizes(model.file, DTYPES[dtype])
+    return plan_numbers(config, model.spec, sizes, machine, drafter, dtype=dtype, kv_type=kv_type, counts=counts)
+
+
+def plan_numbers(
+    config: Config,
+    spec: ModelSpec,
+    sizes: Sizes,
+    machine: Machine,
+    drafter: DrafterBytes = NO_DRAFTER,
+    dtype: str = "bfloat16",
+    kv_type: str = "bf16",
+    counts: Sequence[Sequence[float]] | None = None,
+) -> Plan:
+    """The same from numbers alone: of a model whose file is not at hand, the types that a GPU computes in."""
+    names = [device.name for device in machine.devices]
+    if config.audit and config.kv_mode == "sparse":
+        raise BadConfig(
+            "--audit compares logits with a cold run; with --kv-mode sparse a rounding may choose another page, which "
+            "is no fault and looks like one; leave one out"
+        )
+    if config.context is not None and config.context > spec.context:
+        raise BadConfig(f"--context is {config.context:,}, the model was trained for {spec.context:,}")
+    wishes = Wishes(
+        context=config.context or spec.context,
+        sequences=config.sequences,
+        kv_type=kv_type,
+        pool=config.pool,
+        kv_mode=config.kv_mode,
+        kv_policy=config.kv_policy,
+        split=parse_split(config.split, len(names), spec.layers),
+        compute_bytes=DTYPES[dtype].itemsize,
+        chunk=_grid(config, names),
+        counts=counts,
+        cache_ram=None if config.cache_ram is None else config.cache_ram // config.replicas,
+        rewind_rows=rewind_rows(config, names),
+        drafter_bytes=0 if shard_of(names[-1]) else drafter.total,
+        drafter_ram=drafter.total if shard_of(names[-1]) else 0,
+        drafter_context=drafter.context,
+    )
+    try:
+        return make_plan(machine, spec, sizes, wishes)
+    except DoesNotFit as error:
+        chosen = config.replicas == 1 and config.ray is None  # else the user did not choose devices and split
+        way = way_out(machine, spec, sizes, wishes) if chosen else None
+        if way is None:
+            raise
+        raise DoesNotFit(f"{error}; {way}") from error
+
+
+def drafter_wishes(config: Config, model: Model, names: list[str], dtype: torch.dtype) -> DrafterBytes:
+    """Of the drafter that the settings name."""
+    file = open_drafter_of(config, model)
+    if file is None:
+        return NO_DRAFTER
+    context = config.context or model.spec.context
+    return drafter_bytes(file, model, names, config.sequences, context, _grid(config, names), dtype)
+
+
+def counts_file_of(config: Config, model: Model) -> CountsFile | None:
+    """The file in the cache folder that says how often the last runs routed to each expert."""
+    spec = model.spec
+    if config.cache_dir is None or not spec.ffn.is_moe:
+        return None
+    return CountsFile(config.cache_dir, model.file.fingerprint(), spec.layers, spec.ffn.experts)
+
+
+def _grid(config: Config, names: list[str]) -> int:
+    """Rows of a prefill chunk: a GPU wants many at once; other answers wait for one chunk at most."""
+    return config.grid or (512 if all(device_of(name) == "cpu" for name in names) else 2048)

@@ -1,0 +1,156 @@
+"""One stage: its numbers, from the plan, and the way from them to a loaded stage on a device of this process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from rekindle.buffers import STOCK
+from rekindle.build.machine import device_of, torch_device
+from rekindle.build.sizes import loaded_sizes
+from rekindle.build.types import DTYPES, check_heads
+from rekindle.experts import RoutingCounts, SpanExperts
+from rekindle.layers import load_span
+from rekindle.placement import Plan, expanded_values, pages_for
+from rekindle.pool import KvMode, Policy
+from rekindle.shards import Terms
+from rekindle.spec import Span
+from rekindle.stages import LocalStage
+from rekindle.warmup.compile_ahead import CompileJob, compiling_ahead, make_job
+from rekindle.warmup.steps import warm_up
+from rekindle.weights import WeightFile
+
+log = logging.getLogger("rekindle.build")
+
+Progress = Callable[[int, int], None]  # done, in all
+
+
+@dataclass(frozen=True, slots=True)
+class StageConfig:
+    """All that is decided about one stage before it is loaded, by whichever process loads it."""
+
+    device: str  # in the process that loads it
+    span: Span
+    slots: int
+    pages: int
+    host_pages: int = 0
+    kv_type: str = "f32"
+    kv_mode: str = "exact"
+    kv_policy: str = "qk"
+    attended: int = 0  # pages that a row attends at most in sparse mode, in every stage alike; 0: what `pages` says
+    dtype: str = "float32"
+    hot: tuple[tuple[int, ...], ...] | None = None  # None: every expert is on the device
+    cache_slots: tuple[int, ...] = ()
+    rewind_rows: int = 0  # of the longest block to verify
+    slabs: int = STOCK  # of pinned RAM, kept for captures; on a GPU only
+    chunk: int = 0  # most rows of a prefill chunk
+    table_width: int = 0  # pages of a sequence at the context limit; 0: not known, and no step is recorded ahead
+
+    @property
+    def kv_term(self) -> str:
+        """What the two ends of a link compare: rows of another type, or pages left out, are another state."""
+        if self.kv_mode == "exact":
+            return self.kv_type
+        return f"{self.kv_type} {self.kv_mode} {self.kv_policy} over {self.attended or self.pages} pages"
+
+    def terms(self, fingerprint: str) -> Terms:
+        """One sequence at the context limit must fit; a shard that was started by hand may hold fewer than planned."""
+        pages = min(self.table_width, self.pages + self.host_pages)
+        return Terms(fingerprint, self.span, self.dtype, self.kv_term, self.slots, pages, self.rewind_rows)
+
+
+def stage_configs(plan: Plan, dtype: str) -> list[StageConfig]:
+    """What the plan says about each stage, in pipeline order. dtype: of activations."""
+    return [
+        StageConfig(
+            device=device_of(stage.device.name),
+            span=stage.span,
+            slots=stage.slots,
+            pages=stage.pool_pages,
+            host_pages=stage.host_pages,
+            kv_type=plan.wishes.kv_type,
+            kv_mode=plan.wishes.kv_mode,
+            kv_policy=plan.wishes.kv_policy,
+            attended=plan.pool_pages,
+            dtype=dtype,
+            hot=stage.hot if stage.cold else None,
+            cache_slots=stage.expert_cache_slots if stage.cold else (),
+            rewind_rows=plan.wishes.rewind_rows,
+            slabs=stage.slabs,
+            chunk=plan.wishes.chunk,
+            table_width=pages_for(plan.wishes.context),
+        )
+        for stage in plan.stages
+    ]
+
+
+def load_stage(
+    file: WeightFile,
+    config: StageConfig,
+    on_progress: Progress | None = None,
+    counts: RoutingCounts | None = None,
+    on_kernels: Progress | None = None,
+) -> LocalStage:
+    """The stage, on a device of this process; on a GPU with its kernels compiled and its steps recorded."""
+    check_heads(file, [config.device], config.kv_type)
+    experts = None
+    if config.hot is not None:
+        counts = counts or RoutingCounts(file.spec.layers, file.spec.ffn.experts)
+        experts = SpanExperts(config.hot, config.cache_slots, counts)
+    dtype = DTYPES[config.dtype]
+    device = torch_device(config.device)
+    with ExitStack() as loading:
+        if device.type == "cuda":
+            loading.enter_context(torch.cuda.device(device))  # kernels pack the weights, on the current device
+            loading.enter_context(compiling_ahead(_compile_job(file, config), on_kernels))
+        span = load_span(file, config.span, device, dtype, on_progress, experts)
+        file.files.check()
+        stage = LocalStage(
+            span,
+            config.slots,
+            config.pages,
+            config.kv_type,
+            config.host_pages,
+            *kv_choice(config.kv_mode, config.kv_policy),
+            config.rewind_rows,
+            slabs=config.slabs,
+            widest=expanded_values(loaded_sizes(file, dtype)),
+            table_width=config.table_width,
+            attended=config.attended or None,
+        )
+    if device.type == "cuda" and config.table_width:
+        with ExitStack() as undo:
+            undo.callback(stage.stop)  # a stage that cannot be warmed up leaves no threads
+            _warm_up(stage, config)
+            undo.pop_all()
+    return stage
+
+
+def _compile_job(file: WeightFile, config: StageConfig) -> CompileJob:
+    return make_job(
+        file,
+        config.span,
+        device=torch_device(config.device),
+        dtype=config.dtype,
+        slots=config.slots,
+        kv=(config.kv_type, *kv_choice(config.kv_mode, config.kv_policy)),
+        cache_slots=() if config.hot is None else config.cache_slots,
+    )
+
+
+def _warm_up(stage: LocalStage, config: StageConfig) -> None:
+    began = time.perf_counter()
+    steps = warm_up(stage, config.chunk)
+    log.info(
+        "layers %s on %s: %d steps recorded in %.1f s", stage.span, stage.device, steps, time.perf_counter() - began
+    )
+
+
+def kv_choice(mode: str, policy: str) -> tuple[KvMode, Policy]:
+    """The strings as the pool's types: whether every page is attended, and else how pages are chosen."""
+    return "sparse" if mode == "sparse" else "exact", "lru" if policy == "lru" else "qk"

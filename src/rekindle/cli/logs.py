@@ -1,0 +1,53 @@
+"""How the log is written: as text for people, or as one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+from rekindle.config import printable
+from rekindle.errors import BadConfig
+
+FORMATS = ("text", "json")
+
+
+class _Printable(logging.Formatter):
+    """Lines quote file names, tensors and what clients sent."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n\t")
+
+
+class _JsonLines(logging.Formatter):
+    """Lines about requests have their fields beside the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        told: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "request", {}),
+        }
+        if record.exc_info:
+            told["error"] = self.formatException(record.exc_info)
+        return json.dumps(told, default=str)
+
+
+def log_as(form: str) -> None:
+    """From here on."""
+    if form not in FORMATS:
+        raise BadConfig(f"--log-format is {form}, known are {', '.join(FORMATS)}")
+    if form == "text":
+        handler: logging.Handler = RichHandler(console=Console(stderr=True), show_path=False)
+        handler.setFormatter(_Printable("%(message)s"))
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

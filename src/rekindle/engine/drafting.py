@@ -1,0 +1,211 @@
+"""What sequences draft: tokens that may follow, which the target verifies in one step.
+
+The target draws its own token after every row of the block, with the sequence's settings and the random number of that
+position, so the answer has the tokens of a run without drafts. Drafters combine: what the text itself proposes comes
+first, since it costs nothing; else the drafter with weights is asked, for all sequences of a step at once. Why a
+sequence does not draft is said here, in `of` and in `propose`; the step's own reason, a prefill chunk in the same
+batch, is the scheduler's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from rekindle.batch import Ask
+from rekindle.engine.types import DraftReport
+from rekindle.speculative.cost import Costs
+from rekindle.speculative.width import Purse, Width
+
+LEARNT = 4096  # tokens of a prompt that the drafter takes in per step: some milliseconds, while the device computes
+NEAR = 64  # tokens that it takes in before it proposes; it proposes nothing while more are missing
+
+
+class Drafter(Protocol):
+    """Of one sequence; proposes from its tokens alone."""
+
+    def __len__(self) -> int:
+        """Tokens it has taken in."""
+        ...
+
+    def extend(self, tokens: Sequence[int]) -> None: ...
+    def propose(self, most: int) -> tuple[int, ...]: ...
+
+
+class Draft:
+    """One sequence's drafters, the width of their blocks, and what became of them. Without a drafter it proposes
+    nothing, and `off` says why."""
+
+    def __init__(
+        self,
+        name: str = "off",
+        drafter: Drafter | None = None,
+        off: str | None = None,
+        width: Width | None = None,
+        model: Width | None = None,
+        fault: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """model: the width of blocks that the pipeline's drafter proposes; None where it has none. fault: why it
+        proposes nothing from now on."""
+        self._name = name
+        self._drafter = drafter
+        self._off = off
+        self._width = width or Width()
+        self._model = model
+        self._fault = fault
+        self._proposed_by = self._width  # the last block
+        self._expects = False  # a step was held back for tokens that the drafter expects
+        self._cold_from: int | None = None
+        self._blocks = self._proposed = self._accepted = 0
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Take in what is new of the sequence's tokens, a part of a long prompt at a time."""
+        if self._drafter is not None and (known := len(self._drafter)) < len(tokens):
+            self._drafter.extend(tokens[known : known + LEARNT])
+
+    def expects(self, tokens: Sequence[int], most: int) -> bool:
+        """Whether there is a proposal after `tokens`, where the one after them may be drawn already but not known."""
+        self._expects = bool(self._look_up(tokens, most))
+        return self._expects or self.asks_for(tokens, most) > 0
+
+    def propose(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        """At most `most` tokens that may follow. None while it rests, or has not taken in all of a long prompt."""
+        found = self._look_up(tokens, most)
+        if self._expects and not found:
+            self._width.rest(len(tokens))
+        self._expects = False
+        self._proposed_by = self._width
+        return found
+
+    def asks_for(self, tokens: Sequence[int], most: int) -> int:
+        """Tokens that the pipeline's drafter is asked for, where the text itself proposes none."""
+        if self._model is None or most < 1 or self._fault() is not None:
+            return 0
+        return min(most, self._model.at(len(tokens)))
+
+    def take_model(self) -> None:
+        """The next block is proposed by the pipeline's drafter."""
+        assert self._model is not None, "it was asked"
+        self._proposed_by = self._model
+
+    def _look_up(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        most = min(most, self._width.at(len(tokens)))
+        if self._drafter is None or most < 1 or len(tokens) - len(self._drafter) > NEAR:
+            return ()
+        self.learn(tokens)
+        return self._drafter.propose(most)
+
+    def note_context(self, position: int, known: range, reach: int) -> None:
+        """A state was restored at `position`, and the pipeline's drafter has read the positions `known` before it."""
+        whole = known.stop == position and len(known) >= min(position, reach)
+        self._cold_from = None if whole or self._model is None else known.start if len(known) else position
+
+    def note(self, length: int, proposed: int, accepted: int) -> None:
+        """A block came back; the sequence has `length` tokens now."""
+        self._blocks += 1
+        self._proposed += proposed
+        self._accepted += accepted
+        self._proposed_by.note(length, proposed, accepted)
+
+    def note_unused(self, length: int) -> None:
+        """What was proposed after `length` tokens is not verified: it has cost the pass, if there was one, and no
+        row."""
+        self._proposed_by.note(length, 0, 0)
+
+    def report(self) -> DraftReport:
+        off = self._off if self._model is None else self._fault()
+        return DraftReport(self._name, off, self._blocks, self._proposed, self._accepted, self._cold_from)
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What an engine has found out about drafting, for all its sequences."""
+
+    costs: Costs | None = None  # None: nothing is measured
+    purses: dict[str, Purse] = field(default_factory=dict)  # by drafter
+    fault: Callable[[], str | None] = lambda: None  # of the pipeline's drafter, from which on it is not asked
+
+    def width(self, name: str, with_pass: bool) -> Width:
+        """For a new sequence."""
+        if self.costs is None:
+            return Width()
+        extra: Callable[[int], float] = partial(self.costs.extra, with_pass=with_pass)
+        return Width(extra, self.purses.setdefault(name, Purse()))
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Which drafters an engine's sequences have; none where `make` and `model` are None, and `off` says why."""
+
+    name: str = "off"
+    make: Callable[[], Drafter] | None = None  # for one sequence; it has taken in nothing yet
+    off: str | None = "no drafter was asked for"
+    model: str | None = None  # the name of the pipeline's drafter, where sequences use it
+
+    def of(self, max_tokens: int, measures: Measures | None = None) -> Draft:
+        """For a sequence with an answer of at most `max_tokens` tokens."""
+        if self.make is None and self.model is None:
+            return Draft(off=self.off)
+        if max_tokens < 3:
+            return Draft(off=f"an answer of {max_tokens} tokens leaves nothing to draft")
+        measures = measures or Measures()
+        model = None if self.model is None else measures.width(self.model, with_pass=True)
+        width = measures.width(self.name, with_pass=False)
+        name = " and ".join(n for n in (self.name if self.make else None, self.model) if n)
+        return Draft(name, self.make() if self.make else None, width=width, model=model, fault=measures.fault)
+
+
+NO_DRAFTS = Drafts()
+
+
+class Asking(Protocol):
+    """A sequence as the proposer sees it."""
+
+    @property
+    def draft(self) -> Draft: ...
+    def propose(self) -> tuple[int, ...]: ...
+    def admit(self, drafted: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of the drafted tokens that may follow."""
+
+    def ask(self) -> Ask | None: ...
+
+
+class Proposer:
+    """Drafts for the sequences of a step."""
+
+    def __init__(
+        self, ask: Callable[[Sequence[Ask]], list[tuple[int, ...]]] | None = None, costs: Costs | None = None
+    ) -> None:
+        """ask: the pipeline's drafter, if it has one."""
+        self._ask = ask
+        self._costs = costs
+
+    def note_sequences(self, count: int) -> None:
+        if self._costs is not None:
+            self._costs.sequences = max(1, count)
+
+    def propose(self, sequences: Iterable[Asking]) -> list[tuple[int, ...]]:
+        """What each drafts, perhaps nothing."""
+        drafting = list(sequences)
+        found = [sequence.propose() for sequence in drafting]
+        if self._ask is None:
+            return found
+        asks = [(i, ask) for i, s in enumerate(drafting) if not found[i] and (ask := s.ask()) is not None]
+        if asks:
+            for (i, ask), drafted in zip(asks, self._passed([ask for _, ask in asks]), strict=True):
+                drafting[i].draft.take_model()
+                found[i] = drafting[i].admit(drafted)
+                if not found[i]:
+                    drafting[i].draft.note_unused(ask.position + 1)
+        return found
+
+    def _passed(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+        assert self._ask is not None, "only a pipeline with a drafter is asked"
+        began = time.monotonic()
+        found = self._ask(asks)
+        if self._costs is not None:
+            self._costs.note_pass(len(asks), time.monotonic() - began)
+        return found

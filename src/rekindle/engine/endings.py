@@ -1,0 +1,134 @@
+"""How a request ends: finished, failed or released, always with a last event and an empty slot."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequential
+from contextlib import contextmanager
+
+from rekindle.engine.inbox import Inbox
+from rekindle.engine.loader import drop_lookup
+from rekindle.engine.publisher import Publisher
+from rekindle.engine.roster import Roster
+from rekindle.engine.sequence import Sequence
+from rekindle.engine.state import InSlot
+from rekindle.engine.types import Failed, Finished, FinishReason
+from rekindle.errors import BadLogits, RekindleError, StageLost
+from rekindle.prompt import BoundaryKind
+from rekindle.stages import Pipeline
+
+log = logging.getLogger("rekindle.engine")
+
+
+class Endings:
+    def __init__(self, pipeline: Pipeline, publisher: Publisher, roster: Roster, inbox: Inbox) -> None:
+        self._pipeline = pipeline
+        self._publisher = publisher
+        self._roster = roster
+        self._inbox = inbox
+
+    @contextmanager
+    def isolated(self, sequence: Sequence) -> Iterator[None]:
+        """What goes wrong for one row of a step ends that row's request and no other. A lost stage concerns all."""
+        try:
+            yield
+        except StageLost:
+            raise
+        except Exception as error:
+            self.fail([sequence], error)
+
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, stop_token: int | None = None, stuck: str | None = None
+    ) -> None:
+        if sequence.answered:
+            return
+        completion_tokens = sequence.answer_length + (stop_token is not None)
+        if sequence.in_flight:
+            # The step that was launched before this one came back consumes the last token, even a stop token: it is
+            # part of the state's key.
+            self._roster.await_last_step(sequence)
+            sequence.tokens += [stop_token] if stop_token is not None else []
+        elif sequence.decoding and reason is not FinishReason.CANCELLED:
+            self.capture_answer(sequence)
+        else:
+            self.release_or_break(sequence)
+        sequence.emit(
+            Finished(
+                reason=reason,
+                stop_token=stop_token,
+                prompt_tokens=sequence.prompt_length,
+                completion_tokens=completion_tokens,
+                cache=sequence.account.report(),
+                timings=sequence.account.timings(time.monotonic()),
+                draft=sequence.draft.report(),
+                stuck=stuck,
+            )
+        )
+
+    def capture_answer(self, sequence: Sequence) -> None:
+        """Capture the state after the answer, where a client that only appends goes on, and release the slot."""
+        assert sequence.logits is not None, "a finished answer has the logits after its last token"
+        self._publisher.capture(sequence, sequence.position, BoundaryKind.ANSWER)
+        self._publisher.give_logits(sequence, sequence.position, sequence.logits)
+        self.release_or_break(sequence)
+
+    def cancel_marked(self) -> None:
+        """End the requests that were cancelled and have nothing in flight."""
+        for sequence in self._roster.everyone():
+            if sequence.cancelled and sequence.in_flight == 0:
+                self.finish(sequence, FinishReason.CANCELLED)
+
+    def cancel_all(self) -> None:
+        for sequence in self._roster.everyone():
+            self.finish(sequence, FinishReason.CANCELLED)
+
+    def fail(self, sequences: Sequential[Sequence], error: Exception) -> None:
+        if not isinstance(error, RekindleError):
+            log.error("a request failed", exc_info=error)
+        for sequence in sequences:
+            if not sequence.answered:
+                sequence.emit(Failed(error))
+            if not sequence.ended:
+                self.release_or_break(sequence)
+
+    def fail_for_logits(self, sequence: Sequence, position: int) -> None:
+        """The sampler found no number in the logits after `position` tokens; a stage may know why."""
+        elsewhere = "".join(f"; or the shard of {stage}, see its log" for stage in self._pipeline.elsewhere)
+        error: Exception = BadLogits(
+            f"the logits after {position} tokens are no numbers, so no token can be drawn or scored: "
+            f"the weights are damaged, or a device is at fault{elsewhere}"
+        )
+        try:
+            self._pipeline.poll_experts()
+        except RekindleError as known:
+            error = known
+        log.error("request %s failed: %s", sequence.request.id, error)
+        self.fail([sequence], error)
+
+    def release(self, sequence: Sequence) -> None:
+        """Out of the line or its slot, with all it held. Raises if a stage cannot close the slot."""
+        if not sequence.account.admitted:
+            self._inbox.count_out()
+        former = self._roster.remove(sequence)
+        drop_lookup(former)
+        if isinstance(former, InSlot):
+            self._pipeline.close(former.slot)
+
+    def release_or_break(self, sequence: Sequence) -> None:
+        """Release it; if a stage cannot close its slot the engine is broken, says so, and takes no more requests."""
+        try:
+            self.release(sequence)
+        except Exception as error:
+            self._break(error)
+
+    def close_or_break(self, slot: int) -> None:
+        try:
+            self._pipeline.close(slot)
+        except Exception as error:
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        log.error("a slot could not be closed; the engine takes no more requests", exc_info=error)
+        self._inbox.refuse_for_good(str(error))

@@ -1,0 +1,76 @@
+"""What other threads ask of the engine: commands in the order of their arrival, and whether requests are taken."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from rekindle.errors import QueueFull, StageLost, Stopping
+
+Command = Callable[[], object]  # runs on the engine's thread
+
+
+class Inbox:
+    """Every method may be called from any thread, but `receive` only from the engine's."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: requests that may wait for a slot."""
+        self._limit = limit
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None: stop
+        self._lock = threading.Lock()  # guards what follows
+        self.waiting = 0  # requests taken that have not been admitted to a slot yet
+        self.draining = self.stopping = False
+        self.broken: str | None = None  # why nothing can run any more
+
+    def submit(self, command: Command) -> None:
+        """Take the request that the command enqueues, or refuse it with the reason."""
+        with self._lock:
+            if self.draining:
+                raise Stopping("the server is stopping and takes no more requests")
+            if self.waiting >= self._limit:
+                raise QueueFull(f"{self.waiting} requests are waiting, the queue holds {self._limit}")
+            if self.broken is not None:
+                raise StageLost(f"the engine cannot run any more: {self.broken}")
+            self.waiting += 1
+            self._commands.put(command)  # inside the lock, so that no request comes after the stop
+
+    def put(self, command: Command) -> None:
+        self._commands.put(command)
+
+    def receive(self, idle: bool) -> bool:
+        """Run the commands that have arrived; with nothing else to do, wait for one. False when it is time to stop."""
+        while True:
+            try:
+                command = self._commands.get(block=idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            idle = False
+
+    def count_in(self) -> None:
+        """One more waits, that the engine itself has made."""
+        with self._lock:
+            self.waiting += 1
+
+    def count_out(self) -> None:
+        """One that waited is in a slot for the first time, or has ended before."""
+        with self._lock:
+            self.waiting -= 1
+
+    def drain(self) -> None:
+        """Refuse new requests."""
+        with self._lock:
+            self.draining = True
+
+    def stop(self) -> None:
+        """Refuse new requests, and have `receive` return False after the commands before this."""
+        with self._lock:
+            self.draining = self.stopping = True
+            self._commands.put(None)
+
+    def refuse_for_good(self, reason: str) -> None:
+        with self._lock:
+            self.broken = reason

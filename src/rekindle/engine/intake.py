@@ -1,0 +1,37 @@
+"""What a request must be before it may wait for a slot. Runs on the client's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rekindle.engine.forcing import Forcing
+from rekindle.engine.sequence import Sequence
+from rekindle.engine.types import Request
+from rekindle.errors import BadRequest, PromptTooLong
+from rekindle.spec import PAGE
+
+
+def make_sequence(request: Request, context: int, pages: int, tokens: int | None) -> Sequence:
+    """A sequence that fits the context limit and the KV pool; raises BadRequest or PromptTooLong.
+
+    pages: of the pool, in all; tokens: ids below it stand for a token, None where the vocabulary is not known.
+    """
+    length = len(request.prompt.tokens)
+    if length == 0:
+        raise BadRequest("the prompt is empty", field="prompt")
+    _check_ids(request.prompt.tokens, "prompt", tokens)
+    _check_ids(request.sampling.logit_bias, "logit_bias", tokens)
+    if length >= context:
+        raise PromptTooLong(f"the prompt has {length} tokens, the context holds {context}")
+    if -(-(length + 1) // PAGE) > pages:
+        raise PromptTooLong(f"the prompt has {length} tokens, the KV pool holds {pages * PAGE}")
+    room = min(context, pages * PAGE) - length
+    limit, forcing = min(request.max_tokens, room), Forcing(request.thinking)
+    return Sequence(request, list(request.prompt.tokens), limit, prefill_end=length, forcing=forcing)
+
+
+def _check_ids(ids: Iterable[int], field: str, known: int | None) -> None:
+    """Refuse ids without a row in the embedding or the logits, and those of padding rows, which stand for no token."""
+    last = max(ids, default=0)
+    if known is not None and last >= known:
+        raise BadRequest(f"{field} has the token {last}, the model's tokens end before {known}", field)

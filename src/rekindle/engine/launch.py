@@ -1,0 +1,138 @@
+"""Batches into the pipeline: what the scheduler chooses and the free pages can take.
+
+If pages are short and nothing in flight will free any, the youngest sequence is preempted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+import numpy as np
+
+from rekindle.batch import PENDING
+from rekindle.engine.endings import Endings
+from rekindle.engine.flight import Flight
+from rekindle.engine.publisher import Publisher
+from rekindle.engine.roster import Roster
+from rekindle.engine.scheduler import Scheduler, Step
+from rekindle.engine.sequence import Sequence
+from rekindle.engine.types import FinishReason
+from rekindle.snapshots.types import Snapshot
+from rekindle.spec import PAGE
+from rekindle.stages import Pipeline
+from rekindle.stages.types import PendingTokens
+
+log = logging.getLogger("rekindle.engine")
+
+
+class FreePages:
+    """Pages that no sequence has and no batch in flight will take."""
+
+    def __init__(self, free: int) -> None:
+        self._free = free
+        self.short = False  # a segment did not fit
+
+    def fit(self, sequence: Sequence, end: int) -> bool:
+        """Reserve the pages of its positions up to `end`, if they are free."""
+        needed = sequence.pages_needed(end)
+        if needed > self._free:
+            self.short = True
+            return False
+        self._free -= needed
+        return True
+
+
+class Launcher:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        scheduler: Scheduler,
+        flights: deque[Flight],
+        roster: Roster,
+        publisher: Publisher,
+        endings: Endings,
+        grid: int,
+    ) -> None:
+        self._pipeline = pipeline
+        self._scheduler = scheduler
+        self._flights = flights
+        self._roster = roster
+        self._publisher = publisher
+        self._endings = endings
+        self._grid = grid
+
+    def schedule(self) -> Step | None:
+        """The next step; None if enough is in flight, nothing is to be run, or nothing fits until results are back."""
+        while self._may_launch():
+            pages = self._free_pages()
+            decoding = [s for s in self._roster.running if s.decoding and not s.cancelled]
+            step = self._scheduler.next_batch(decoding, pages.fit)
+            if step is not None or not pages.short or self._flights:
+                return step
+            self.preempt_youngest()
+        return None
+
+    def launch(self, step: Step) -> None:
+        """Hand the step to the pipeline, and ask for captures where its chunks reach a boundary."""
+        (batch, owners), launched = step, time.monotonic()
+        flight = Flight(batch, tuple(owners), self._pipeline.forward(batch, self._pending_of(step)), launched)
+        flight.enqueue_draw(self._pipeline.logits_device)
+        for segment, sequence in zip(batch.segments, owners, strict=True):
+            sequence.advance(segment.end, alone=len(owners) == 1, grid=self._grid)
+            if sequence.prefilling:
+                self._capture_at_boundary(sequence)
+            sequence.draft.learn(sequence.tokens)
+        self._flights.append(flight)
+
+    def preempt_youngest(self) -> None:
+        """The youngest sequence leaves its slot with all its state, and returns when pages are free. Background work is
+        ended instead, if there is some: no client waits for it."""
+        if background := self._roster.background:
+            self._endings.finish(background[-1], FinishReason.CANCELLED)
+            return
+        victim = max(self._roster.running, key=lambda s: s.account.submitted_at)
+        snapshot = self._snapshot(victim)
+        log.info("pages are short: request %s waits at %d tokens", victim.request.id, victim.position)
+        self._pipeline.close(self._roster.preempt(victim, snapshot))
+
+    def _may_launch(self) -> bool:
+        """A flight that failed is collected before anything runs on top of the state it left."""
+        failed = bool(self._flights) and self._flights[-1].failed
+        return len(self._flights) < self._scheduler.in_flight and not failed
+
+    def _free_pages(self) -> FreePages:
+        return FreePages(self._pipeline.pages().free - sum(map(_pages_of, self._flights)))
+
+    def _capture_at_boundary(self, sequence: Sequence) -> None:
+        kind = sequence.boundaries.kinds.get(sequence.position)
+        if kind is not None:
+            with self._endings.isolated(sequence):
+                self._publisher.capture(sequence, sequence.position, kind)
+
+    def _pending_of(self, step: Step) -> PendingTokens | None:
+        """Rows whose token the host does not know yet take it, on the device, from what the last flight draws."""
+        batch, owners = step
+        rows = [row for row, segment in batch.row_starts() if segment.tokens == (PENDING,)]
+        if not rows:
+            return None
+        last = self._flights[-1]
+        assert last.drawn is not None, "the step before has not drawn"
+        waiting = [owner for segment, owner in zip(batch.segments, owners, strict=True) if segment.tokens == (PENDING,)]
+        drawn_for = [row.owner for row in last.drawing]
+        return PendingTokens(last.drawn.tokens, tuple(rows), tuple(drawn_for.index(owner) for owner in waiting))
+
+    def _snapshot(self, sequence: Sequence) -> Snapshot:
+        parts = self._pipeline.capture(sequence.slot).result()
+        return Snapshot(
+            tokens=np.asarray(sequence.tokens[: sequence.position], dtype=np.int32),
+            parts=parts,
+            logits=None,
+            grid=self._grid,
+            stretches=tuple(sequence.stretches),
+        )
+
+
+def _pages_of(flight: Flight) -> int:
+    return sum(-(-s.end // PAGE) - -(-s.position // PAGE) for s in flight.batch.segments)

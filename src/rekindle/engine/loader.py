@@ -1,0 +1,56 @@
+"""Snapshots are read from disk by threads of their own, while other sequences run."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import numpy as np
+
+from rekindle.engine.state import Loading, Restoring, State, Waiting
+from rekindle.prefix import Lookup, PrefixCache
+
+LOADERS = min(os.cpu_count() or 1, 8)  # threads, one for each snapshot that is read
+
+
+class Loader:
+    """Lives on the engine's thread; the reads do not."""
+
+    def __init__(self, prefixes: PrefixCache) -> None:
+        self._prefixes = prefixes
+        self._threads = ThreadPoolExecutor(LOADERS, "rekindle-loader")
+        # By name space and by the tokens of the snapshot that is read.
+        self._reading: dict[tuple[str, bytes], Future[Lookup]] = {}
+
+    def load(self, tokens: list[int], namespace: str) -> Future[Lookup]:
+        """Look the prompt up, disk included. A second read of the same snapshot waits for the first and finds it in
+        RAM."""
+        known = tokens[: self._prefixes.known_length(tokens, namespace)]
+        key = (namespace, np.asarray(known, dtype=np.int32).tobytes())
+        self._reading = {other: reading for other, reading in self._reading.items() if not reading.done()}
+        reading = self._threads.submit(self._read, tokens, namespace, self._reading.get(key))
+        self._reading[key] = reading
+        return reading
+
+    def _read(self, tokens: list[int], namespace: str, before: Future[Lookup] | None) -> Lookup:
+        if before is not None:
+            wait([before])  # submitted earlier, so it has a thread
+        return self._prefixes.lookup(tokens, namespace=namespace)
+
+    def stop(self) -> None:
+        """Wait for the reads under way. Every sequence has ended before."""
+        self._threads.shutdown()
+
+
+def drop_lookup(state: State) -> None:
+    """A sequence leaves this state for good: unpin the hit that was found for it, or that will be read for it."""
+    match state:
+        case Waiting(found) | Restoring(before=Waiting(found)):
+            release_hit(found)
+        case Loading(reading) if not reading.cancel():
+            reading.add_done_callback(lambda done: release_hit(done.result() if done.exception() is None else None))
+
+
+def release_hit(found: Lookup | None) -> None:
+    if found is not None and found.hit is not None:
+        found.hit.release()

@@ -1,0 +1,237 @@
+"""A slot is filled with everything that is already known about the prompt.
+
+A snapshot in RAM is restored at once. One on disk is read by a loader thread while other sequences run: the sequence
+waits in line, a slot is kept free for it, and its snapshot is restored when it has been read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+
+import torch
+
+from rekindle.engine.audit import Audit, Auditor
+from rekindle.engine.forcing import impose
+from rekindle.engine.loader import Loader, release_hit
+from rekindle.engine.publisher import Publisher
+from rekindle.engine.roster import Roster
+from rekindle.engine.sampler import draw
+from rekindle.engine.sequence import Sequence
+from rekindle.engine.state import Loading, Preempted, Waiting
+from rekindle.engine.to_host import DrawnTokens
+from rekindle.engine.types import CacheReport, Divergence
+from rekindle.errors import SnapshotMismatch
+from rekindle.prefix import Hit, Lookup, Miss, PrefixCache
+from rekindle.prompt import Boundary, BoundaryKind
+from rekindle.spec import PAGE
+from rekindle.stages import Pipeline
+
+log = logging.getLogger("rekindle.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The slot is filled."""
+
+    first: DrawnTokens | None = None  # of a prompt that was restored whole: its first token
+
+
+class Postponed(Enum):
+    """Why the sequence stays in line."""
+
+    LOADING = "a loader thread reads its snapshot"
+    PAGES_SHORT = "other sequences hold the pages that it needs"
+
+
+Placement = Restored | Postponed
+
+
+class Restorer:
+    """Lives on the engine's thread; `on_loaded` is called on a loader's when a snapshot has been read."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        prefixes: PrefixCache,
+        roster: Roster,
+        publisher: Publisher,
+        auditor: Auditor,
+        on_loaded: Callable[[Sequence], None],
+        grid: int,
+        tokens: int | None = None,
+    ) -> None:
+        """tokens: ids below it may be drawn; None, all that have a logit."""
+        self._pipeline = pipeline
+        self._prefixes = prefixes
+        self._roster = roster
+        self._publisher = publisher
+        self._auditor = auditor
+        self._on_loaded = on_loaded
+        self._grid = grid
+        self._tokens = tokens
+        self._loader = Loader(prefixes)
+
+    def place(self, sequence: Sequence, alone: bool) -> Placement:
+        """Fill a free slot with the longest known prefix of the sequence. alone: nothing else runs, so that no page
+        will become free by waiting."""
+        if isinstance(sequence.state, Preempted):
+            return self._resume(sequence, sequence.state, alone)
+        if sequence.audit is not None:
+            return self._open_for_audit(sequence, sequence.audit)
+        if sequence.scores_prompt:
+            return self._open_for_scores(sequence)
+        return self._restore_prefix(sequence, alone)
+
+    def take_loaded(self, sequence: Sequence) -> None:
+        """Its snapshot has been read; raises what kept the loader from reading. A sequence that ended is let be."""
+        if isinstance(sequence.state, Loading):
+            self._roster.keep_found(sequence, sequence.state.reading.result())
+
+    def stop(self) -> None:
+        self._loader.stop()
+
+    # Without the index
+
+    def _resume(self, sequence: Sequence, state: Preempted, alone: bool) -> Placement:
+        position = state.snapshot.position
+        if not (alone or self._has_pages(position + 1)):
+            return Postponed.PAGES_SHORT
+        slot = self._roster.take_slot(sequence)
+        self._pipeline.restore(slot, position, state.snapshot.parts)
+        self._note_context(sequence, slot, position)
+        sequence.stand_at(position)
+        return Restored()
+
+    def _open_for_audit(self, sequence: Sequence, audit: Audit) -> Placement:
+        self._pipeline.open(self._roster.take_slot(sequence))
+        sequence.boundaries.cuts = audit.cuts
+        return Restored()
+
+    def _open_for_scores(self, sequence: Sequence) -> Placement:
+        """Every prompt token needs logits, and a snapshot has those of the last only."""
+        found = self._prefixes.record_bypass(Miss.PROMPT_LOGPROBS)
+        self._pipeline.open(self._roster.take_slot(sequence))
+        found.taken()
+        sequence.account.cache = CacheReport(self._prefixes.by_tier(), sequence.prompt_length, miss=found.reason)
+        return Restored()
+
+    # By what the index knows
+
+    def _restore_prefix(self, sequence: Sequence, alone: bool) -> Placement:
+        assert isinstance(sequence.state, Waiting), f"request {sequence.request.id} is {sequence.state}"
+        kept = sequence.state.found
+        found = kept or self._look_up(sequence)
+        if found is None:
+            return Postponed.LOADING
+        if not (alone or self._has_pages(found.reached + 1)):
+            return Postponed.PAGES_SHORT
+        if kept is not None and self._knows_more(sequence, found):
+            return self._look_again(sequence, found, alone)
+        restored = self._fill(sequence, found)
+        if restored is None:
+            self._roster.put_back(sequence)
+            return self._look_again(sequence, found, alone)
+        self._begin_account(sequence, found)
+        release_hit(found)
+        return restored
+
+    def _look_up(self, sequence: Sequence) -> Lookup | None:
+        """What the index knows; None while a loader thread reads it from disk."""
+        self._publisher.publish_captured(sequence.tokens, sequence.namespace)
+        found = self._prefixes.lookup_in_ram(sequence.tokens, sequence.namespace)
+        if found is not None:
+            self._roster.keep_found(sequence, found)
+            return found
+        reading = self._loader.load(list(sequence.tokens), sequence.namespace)
+        self._roster.load(sequence, reading)
+        reading.add_done_callback(lambda _: self._on_loaded(sequence))
+        return None
+
+    def _look_again(self, sequence: Sequence, found: Lookup, alone: bool) -> Placement:
+        self._roster.keep_found(sequence, None)
+        release_hit(found)
+        return self._restore_prefix(sequence, alone)
+
+    def _knows_more(self, sequence: Sequence, found: Lookup) -> bool:
+        """Whether a longer prefix was published while the sequence waited with what had been found."""
+        self._publisher.publish_captured(sequence.tokens, sequence.namespace)
+        return self._prefixes.known_length(sequence.tokens, sequence.namespace) > found.reached
+
+    def _fill(self, sequence: Sequence, found: Lookup) -> Restored | None:
+        """None if the stages refuse the snapshot."""
+        slot = self._roster.take_slot(sequence)
+        if found.hit is not None:
+            return self._restore_hit(sequence, slot, found.hit)
+        self._pipeline.open(slot)
+        return Restored()
+
+    def _restore_hit(self, sequence: Sequence, slot: int, hit: Hit) -> Restored | None:
+        """None if the stages refuse the snapshot: it is quarantined, and the next longest is tried."""
+        first = None
+        if hit.position == sequence.prefill_end and hit.snapshot.logits is not None:
+            # Snapshots of earlier versions have logits of padding rows too, which stand for no token.
+            first = self._draw_first(sequence, hit.snapshot.logits[: self._tokens])
+        try:
+            self._pipeline.restore(slot, hit.position, hit.snapshot.parts)
+        except SnapshotMismatch as error:
+            log.error("a snapshot of %d tokens does not fit the stages and is quarantined: %s", hit.position, error)
+            self._prefixes.quarantine(hit.entry, str(error))
+            return None
+        self._auditor.note(hit)
+        self._note_context(sequence, slot, hit.position)
+        sequence.stand_at(hit.position)
+        sequence.stretches = list(hit.snapshot.stretches)
+        return Restored(first)
+
+    def _note_context(self, sequence: Sequence, slot: int, position: int) -> None:
+        """Whether the snapshot held what the drafter reads."""
+        if (drafter := self._pipeline.drafter) is not None:
+            sequence.draft.note_context(position, drafter.context(slot), drafter.reach)
+
+    def _draw_first(self, sequence: Sequence, logits: torch.Tensor) -> DrawnTokens | None:
+        """The first token of a prompt that is known whole, drawn on the device and by the code of a cold run, before
+        the copies of the restore are enqueued, so that the token does not wait for them."""
+        device = self._pipeline.logits_device
+        if device.type == "cuda":
+            logits = logits.pin_memory().to(device, non_blocking=True)
+        sequence.logits = logits
+        if sequence.max_tokens == 0:
+            return None
+        drawn = draw(logits[None], [sequence], [sequence.prefill_end])
+        return DrawnTokens(impose(drawn, [sequence.forced_at(sequence.prefill_end)]))
+
+    def _begin_account(self, sequence: Sequence, found: Lookup) -> None:
+        found.taken()
+        for boundary in _boundaries(sequence, found.divergence):
+            sequence.add_boundary(boundary)
+        for start, stop in pairwise((sequence.position, *sequence.boundaries.cuts)):
+            for point in self._prefixes.lattice(start, stop, self._grid):
+                sequence.add_boundary(Boundary(point, BoundaryKind.LATTICE))
+        if not sequence.account.admitted:
+            sequence.account.cache = self._report(sequence, found)
+
+    def _report(self, sequence: Sequence, found: Lookup) -> CacheReport:
+        restored, tier = sequence.position, found.hit.tier if found.hit is not None else None
+        return CacheReport(
+            restored_from=self._prefixes.by_tier(restored, tier),
+            computed=sequence.prompt_length - restored,
+            miss=found.reason,
+            divergence=Divergence(found.divergence, found.ours, found.seen) if found.miss is not None else None,
+        )
+
+    def _has_pages(self, positions: int) -> bool:
+        """Whether a sequence of that many positions fits now, not counting what others will still need."""
+        return -(-positions // PAGE) <= self._pipeline.pages().free
+
+
+def _boundaries(sequence: Sequence, divergence: int) -> list[Boundary]:
+    """The prompt's own, and the place where it diverges from what the index has seen."""
+    boundaries = list(sequence.request.prompt.boundaries)
+    if divergence >= PAGE:
+        boundaries.append(Boundary(divergence, BoundaryKind.BRANCH))
+    boundaries.append(Boundary(sequence.prefill_end, BoundaryKind.END))
+    return boundaries

@@ -1,0 +1,98 @@
+"""From the text of a grammar to rules over one vocabulary."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from rekindle.errors import BadRequest
+from rekindle.grammar import check_worker
+from rekindle.grammar.guide import LibraryFailed, Rules, first_line, guarded
+from rekindle.grammar.types import check_size
+from rekindle.workers import WorkerEnded, Workers
+
+SECONDS = 1.0  # of processor time to read a grammar; those of large agents take some hundredths
+LIMITS = LLParserLimits(verbose_errors=False)
+
+_checks = Workers(Path(check_worker.__file__))
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the library has to know of a tokenizer."""
+
+    tokens: Sequence[bytes]  # by id; none stands for an id without a token
+    special: Sequence[int]  # tokens of structure, which no text contains
+    stops: Sequence[int]  # tokens that end an answer
+
+
+class Compiler:
+    """Compiles grammars for one vocabulary, on any thread. Its table takes seconds for 248,000 tokens, so that it is
+    made in the background, and the first grammar waits for it."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        self._table: Future[LLTokenizer] = Future()
+        threading.Thread(target=self._make_table, args=(vocabulary,), name="grammar-table", daemon=True).start()
+
+    def compile(self, source: str, field: str) -> Rules:
+        """source: in the library's own form (frame.py). Raises BadRequest, naming the field of the body."""
+        checked = _checked(source, field)
+        try:
+            return guarded(lambda: self._rules(checked, field))
+        except LibraryFailed as error:
+            raise BadRequest(f"{field}: {error}", field) from error
+
+    def _rules(self, source: str, field: str) -> Rules:
+        table = self._table.result()
+        matcher = LLMatcher(table, source, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise BadRequest(f"{field}: {first_line(matcher.get_error())}", field)
+        rules = Rules(matcher, table)
+        if (stuck := rules.begin().stuck) is not None:
+            raise BadRequest(f"{field}: no answer begins so: {stuck}", field)
+        return rules
+
+    def _make_table(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        try:
+            found = vocabulary()
+            self._table.set_result(LLTokenizer(_Wrapper(found), eos_token=list(found.stops)))
+        except BaseException as error:
+            self._table.set_exception(error)
+
+
+def _checked(source: str, field: str) -> str:
+    """The grammar without EBNF, from a process of its own: what gets through compiles here within seconds."""
+    data = json.dumps({"source": source, "seconds": SECONDS}).encode()
+    check_size(len(data), field)
+    try:
+        found = _checks.ask(data)
+    except WorkerEnded as error:
+        why = f"it takes more than {SECONDS:g} seconds to read" if error.was_slow else str(error)
+        raise BadRequest(f"{field}: the grammar is too complex: {why}", field) from error
+    if found["refused"] is not None:
+        raise BadRequest(f"{field}: {first_line(found['refused'])}", field)
+    return str(found["source"])
+
+
+class _Wrapper(TokenizerWrapper):
+    """What LLTokenizer asks of a tokenizer; the names are the library's."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.bos_token_id = None
+        self.tokens = list(vocabulary.tokens)
+        self.special_token_ids = list(vocabulary.special)
+        self.eos_token_id = vocabulary.stops[0]
+        self._bytes = {token: id for id, token in enumerate(self.tokens) if len(token) == 1}
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Some way to write the text; only hints of the library depend on which."""
+        data = text.encode() if isinstance(text, str) else text
+        return [self._bytes[data[at : at + 1]] for at in range(len(data)) if data[at : at + 1] in self._bytes]

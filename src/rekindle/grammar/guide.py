@@ -1,0 +1,142 @@
+"""One answer on its way through a grammar: which tokens may follow, as bits over the vocabulary.
+
+The matcher is the library's; what is added here is what an engine needs of it: the mask of the next token is there
+before anyone asks, drafted tokens are tried and taken back, and a way that leads nowhere is told in words.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+T = TypeVar("T")
+Mask = NDArray[np.int32]  # [words]; bit b of word w is the token 32 w + b
+
+SLOW = 0.010  # seconds of processor time that a mask may take on average: everyone in the batch waits for it …
+PATIENT = 16  # … once so many have been made
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A compiled grammar. Answers begin from copies of it, on any thread."""
+
+    matcher: LLMatcher  # at the beginning of an answer
+    vocabulary: LLTokenizer
+
+    def begin(self, stop_tokens: frozenset[int] = frozenset()) -> Guide:
+        """For an answer that these tokens end, besides the vocabulary's own."""
+        return Guide(self.matcher.deep_copy(), self.vocabulary, stop_tokens)
+
+
+class Guide:
+    """Belongs to one sequence and its thread.
+
+    mask  tokens that may follow those accepted so far; tokens that end the answer only where the grammar does
+    stuck  why no token may follow although the grammar is not at its end; None as long as one may
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, stop_tokens: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._words = -(-vocabulary.vocab_size // 32)
+        self._stops = sorted(stop_tokens - set(vocabulary.eos_tokens))
+        self._ahead: list[tuple[int, Mask]] = []  # drafted tokens, and what may follow each
+        self._seconds, self._masks = 0.0, 0
+        self.stuck: str | None = None
+        self.mask = self._next_mask()
+
+    def accept(self, token: int) -> None:
+        """The answer has this token, which is not one that ends it."""
+        try:
+            guarded(lambda: self._accept(token))
+        except LibraryFailed as error:
+            self.stuck = str(error)
+
+    def _accept(self, token: int) -> None:
+        known = self._ahead.pop(0) if self._ahead else None
+        if not self._matcher.consume_token(token):
+            self.stuck = f"the grammar does not allow the token {token}: {first_line(self._matcher.get_error())}"
+        elif known is not None and known[0] == token:
+            self.mask = known[1]
+        else:
+            self._ahead.clear()
+            self.mask = self._next_mask()
+
+    def admit(self, drafted: Sequence[int]) -> tuple[int, ...]:
+        """Those drafted tokens that the grammar allows, from the first on, and after which it can go on.
+
+        They are tried on a copy, which takes microseconds: a matcher that has met an error cannot be brought back.
+        """
+        self._ahead.clear()
+        with suppress(LibraryFailed):
+            guarded(lambda: self._try(self._matcher.deep_copy(), drafted))
+        return tuple(token for token, _ in self._ahead)
+
+    def _try(self, trial: LLMatcher, drafted: Sequence[int]) -> None:
+        for token in drafted:
+            if not _allows(self.mask_after(len(self._ahead)), token) or not trial.consume_token(token):
+                break
+            mask = self._mask_of(trial)
+            if self._why_stuck(trial, mask) is not None:
+                break
+            self._ahead.append((token, mask))
+
+    def mask_after(self, drafted: int) -> Mask:
+        """What may follow so many of the tokens that were admitted last."""
+        return self._ahead[drafted - 1][1] if drafted else self.mask
+
+    def _next_mask(self) -> Mask:
+        mask = self._mask_of(self._matcher)
+        self.stuck = self._why_stuck(self._matcher, mask)
+        return mask
+
+    def _mask_of(self, matcher: LLMatcher) -> Mask:
+        began = time.thread_time()
+        mask = np.empty(self._words, dtype=np.int32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        accepts = bool(self._stops) and matcher.is_accepting()
+        for token in self._stops:
+            bit = np.uint32(1 << token % 32).view(np.int32)
+            mask[token // 32] = mask[token // 32] | bit if accepts else mask[token // 32] & ~bit
+        self._seconds += time.thread_time() - began
+        self._masks += 1
+        return mask
+
+    def _why_stuck(self, matcher: LLMatcher, mask: Mask) -> str | None:
+        if matcher.is_error():  # the mask would let the answer end
+            return f"the grammar cannot go on: {first_line(matcher.get_error())}"
+        if not mask.any():
+            return "no token of the vocabulary goes on with the grammar"
+        if self._masks >= PATIENT and self._seconds / self._masks > SLOW:
+            mean = 1000 * self._seconds / self._masks
+            return f"the grammar takes {mean:.0f} ms per token, at most {1000 * SLOW:.0f} are allowed"
+        return None
+
+
+class LibraryFailed(Exception):
+    """The library met a fault of its own."""
+
+
+def guarded(call: Callable[[], T]) -> T:
+    """A panic of the library is no `Exception`, and would end its thread; here it is one."""
+    try:
+        return call()
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise LibraryFailed(f"the grammar's library failed: {first_line(str(error))}") from error
+        raise
+
+
+def first_line(message: str) -> str:
+    """Of what the library says: what follows shows its inner state."""
+    return message.strip().split("\n")[0][:500]
+
+
+def _allows(mask: Mask, token: int) -> bool:
+    return token // 32 < len(mask) and bool((int(mask[token // 32]) >> (token % 32)) & 1)

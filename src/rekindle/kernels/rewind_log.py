@@ -1,0 +1,52 @@
+"""The log of the last block of rows in every slot, from which rewind rebuilds a state inside that block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rekindle.spec import DeltaSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RewindLog:
+    """The last block of every slot in one DeltaNet layer: state and window before it, and its rows. All float32."""
+
+    states: Tensor  # [slots, value_heads, Dk, Dv] before the block
+    windows: Tensor  # [slots, conv_width - 1, channels] before the block
+    inputs: Tensor  # [slots, rows, channels], raw inputs of the convolution
+    k: Tensor  # [slots, rows, key_heads, Dk]
+    delta: Tensor  # [slots, rows, value_heads, Dv]
+    g: Tensor  # [slots, rows, value_heads]
+
+    @classmethod
+    def zeros(cls, spec: DeltaSpec, slots: int, rows: int, device: torch.device) -> RewindLog:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(slots, *shape, device=device)
+
+        return cls(
+            zeros(spec.value_heads, spec.key_dim, spec.value_dim),
+            zeros(spec.conv_width - 1, spec.conv_channels),
+            zeros(rows, spec.conv_channels),
+            zeros(rows, spec.key_heads, spec.key_dim),
+            zeros(rows, spec.value_heads, spec.value_dim),
+            zeros(rows, spec.value_heads),
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.g.shape[1]
+
+    def grown(self, rows: int) -> RewindLog:
+        """The same with room for longer blocks."""
+        more = rows - self.rows
+        return replace(
+            self,
+            inputs=pad(self.inputs, (0, 0, 0, more)),
+            k=pad(self.k, (0, 0, 0, 0, 0, more)),
+            delta=pad(self.delta, (0, 0, 0, 0, 0, more)),
+            g=pad(self.g, (0, 0, 0, more)),
+        )

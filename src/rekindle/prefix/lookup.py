@@ -1,0 +1,160 @@
+"""Finding the longest published prefix of a prompt, and counting what lookups came to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from rekindle.errors import BadSnapshotFile
+from rekindle.prefix.catalogue import Catalogue, key_of
+from rekindle.prefix.index import Walk
+from rekindle.prefix.moves import Moves
+from rekindle.prefix.tier import Tier
+from rekindle.prefix.types import Entry, Hit, Lookup, Miss
+from rekindle.prompt import BoundaryKind
+from rekindle.snapshots.types import Snapshot
+
+CONTINUATIONS = 8  # named for one prefix at most; more answers to one prompt are hardly kept
+
+
+class Lookups:
+    def __init__(self, catalogue: Catalogue, moves: Moves, release: Callable[[Entry], None]) -> None:
+        """release: undoes the pin of a hit."""
+        self.lookups = 0
+        self.hits: Counter[str] = Counter()  # by tier
+        self.restored: Counter[str] = Counter()  # tokens, by tier
+        self.misses: Counter[str] = Counter()  # by reason
+        self.short_hits: Counter[str] = Counter()  # by reason
+        self._catalogue = catalogue
+        self._lock = catalogue.lock
+        self._moves = moves
+        self._release = release
+
+    def lookup(self, tokens: Sequence[int] | np.ndarray, limit: int | None, namespace: str) -> Lookup:
+        prompt = key_of(tokens)
+        with self._lock:
+            walk = self._catalogue.index.walk(prompt, namespace)
+        return self._answer(walk, prompt, len(prompt) if limit is None else limit)
+
+    def lookup_at_hand(self, tokens: Sequence[int] | np.ndarray, namespace: str) -> Lookup | None:
+        prompt = key_of(tokens)
+        with self._lock:
+            walk = self._catalogue.index.walk(prompt, namespace)
+            longest = next((entry for entry in walk.candidates if _serves(entry, len(prompt))), None)
+            if longest is not None and self._catalogue.at_hand(longest) is None:
+                return None
+            return self._answer(walk, prompt, len(prompt))
+
+    def record_bypass(self, reason: Miss) -> Lookup:
+        return Lookup(None, 0, None, None, reason, partial(self._note_taken, None, reason))
+
+    def known_length(self, tokens: Sequence[int] | np.ndarray, namespace: str) -> int:
+        prompt = key_of(tokens)
+        with self._lock:
+            candidates = self._catalogue.index.walk(prompt, namespace).candidates
+            return max((entry.position for entry in candidates if _serves(entry, len(prompt))), default=0)
+
+    def continuations(self, tokens: Sequence[int] | np.ndarray, longest: int, namespace: str) -> list[list[int]]:
+        prompt = key_of(tokens)
+        with self._lock:
+            return [run.tolist() for run in self._catalogue.index.below(prompt, longest, CONTINUATIONS, namespace)]
+
+    def _answer(self, walk: Walk, prompt: np.ndarray, limit: int) -> Lookup:
+        with self._lock:
+            self.lookups += 1
+            self._catalogue.conversations.looked_up()
+        hit, hurdle = self._first_usable(walk, prompt, limit)
+        miss = _explain(hit, hurdle, walk, len(prompt))
+        if hit is not None:
+            self._note_use(hit, walk)
+        ours = int(prompt[walk.depth]) if walk.depth < len(prompt) else None
+        return Lookup(hit, walk.depth, ours, walk.seen, miss, partial(self._note_taken, hit, miss))
+
+    def _first_usable(self, walk: Walk, prompt: np.ndarray, limit: int) -> tuple[Hit | None, Miss | None]:
+        """The longest candidate that can be used, and what stood in the way of a longer one."""
+        hurdle: Miss | None = None
+        for entry in walk.candidates:
+            if entry.position > limit:
+                continue
+            if not _serves(entry, len(prompt)):
+                hurdle = Miss.NO_LOGITS
+                continue
+            self._catalogue.acquire(entry)  # before it is loaded: what is being restored is no victim
+            try:
+                fetched = self._fetch(entry)
+            except BaseException:
+                self._release(entry)
+                raise
+            if isinstance(fetched, Miss):
+                self._release(entry)
+                hurdle = fetched
+                continue
+            snapshot, tier = fetched
+            assert np.array_equal(snapshot.tokens, prompt[: entry.position]), "a hit is a prefix of its prompt"
+            return Hit(snapshot, entry.position, tier.name, entry, partial(self._release, entry)), hurdle
+        return None, hurdle
+
+    def _fetch(self, entry: Entry) -> tuple[Snapshot, Tier] | Miss:
+        """From memory, or from the fastest tier that can load it; a copy that cannot be loaded is quarantined."""
+        with self._lock:
+            found = self._catalogue.at_hand(entry)
+            if found is not None:
+                return found
+            held = self._catalogue.held(entry)
+        for tier, id in held:
+            try:
+                snapshot = tier.load(id)
+            except BadSnapshotFile as error:
+                self._quarantine(entry, tier, id, str(error))
+                continue
+            self._moves.promote(entry, snapshot)
+            return snapshot, tier
+        return Miss.BAD_FILE if held else Miss.EVICTED
+
+    def _quarantine(self, entry: Entry, tier: Tier, id: str, reason: str) -> None:
+        """One tier's copy only: another tier's may be sound."""
+        tier.quarantine(id, reason)
+        with self._lock:
+            if tier.name in entry.copies:
+                self._catalogue.drop(entry, tier, "bad_file")
+
+    def _note_taken(self, hit: Hit | None, miss: Miss | None) -> None:
+        with self._lock:
+            if hit is None:
+                self.misses[miss or Miss.EMPTY] += 1
+                return
+            self.hits[hit.tier] += 1
+            self.restored[hit.tier] += hit.position
+            if miss is not None:
+                self.short_hits[miss] += 1
+
+    def _note_use(self, hit: Hit, walk: Walk) -> None:
+        """For retention: what a request asked for counts as used, however the request ends."""
+        with self._lock:
+            hit.entry.hits += 1
+            self._catalogue.use(hit.entry)
+            self._catalogue.conversations.came_back(hit.entry)
+            # A conversation deep below its system prompt still stands on it.
+            for entry in walk.candidates:
+                if entry.kind is BoundaryKind.SYSTEM and entry.position <= hit.position:
+                    entry.hits += entry is not hit.entry
+                    self._catalogue.use(entry)
+
+
+def _explain(hit: Hit | None, hurdle: Miss | None, walk: Walk, length: int) -> Miss | None:
+    reached = hit.position if hit is not None else 0
+    if reached == length:
+        return None
+    if hurdle is not None:
+        return hurdle
+    if walk.depth == 0 and walk.seen is None:
+        return Miss.EMPTY
+    return Miss.UNSEEN if reached == walk.depth else Miss.NO_BOUNDARY
+
+
+def _serves(entry: Entry, length: int) -> bool:
+    """Whether a prompt of `length` tokens, of which it is a prefix, can go on from it: sampling needs logits."""
+    return entry.position < length or entry.has_logits

@@ -1,0 +1,252 @@
+"""A drafter with what it keeps of every slot: K and V of the positions before the next block.
+
+Features of a position become K and V once, when they are needed. Until then they wait: those of a block that is being
+verified may be gone back over, and single rows are cheaper together. Every layer keeps the positions that its window
+reaches, in a ring; a layer that sees all of the context keeps as many as FULL. A block never reads further back.
+
+The state is a part of every snapshot, under a number of its own instead of a layer's. It says whose it is: another
+drafter's is left alone, and this one begins to read at the snapshot's position.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rekindle.batch import Ask, Batch
+from rekindle.errors import SnapshotMismatch
+from rekindle.snapshots.types import DRAFTER_LAYER, Part
+from rekindle.speculative.dflash import Block, Dflash, Keys
+from rekindle.speculative.spec import DrafterSpec
+
+IDENTITY = "identity"  # tensor of the part: whose context it is, uint8
+FULL = 4096  # positions that a layer without a window keeps
+WAITING = 64  # rows of features that wait at most before they become K and V
+KV_TYPE = torch.bfloat16
+
+
+def reach_of(spec: DrafterSpec, layer: int, context: int) -> int:
+    """Positions that a layer keeps; context: of the longest sequence."""
+    window = spec.layers[layer].window
+    return min(context, FULL if window is None else window - 1)
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of one slot: positions [start, settled) as K and V, those behind as features that wait."""
+
+    position: int = 0  # where the target stands
+    start: int = 0
+    settled: int = 0
+    waiting: list[tuple[Tensor, ...]] = field(default_factory=list)  # of every tap [rows, hidden]
+
+    @property
+    def stop(self) -> int:
+        return self.settled + sum(len(rows[0]) for rows in self.waiting)
+
+    def cut(self, position: int) -> None:
+        """Features from `position` on are forgotten."""
+        assert self.settled <= position <= self.stop, (
+            f"features of [{self.settled}, {self.stop}) wait, {position} is not there"
+        )
+        left, kept = position - self.settled, list[tuple[Tensor, ...]]()
+        for rows in self.waiting:
+            taken = tuple(tap[:left] for tap in rows)
+            left -= len(taken[0])
+            if len(taken[0]):
+                kept.append(taken)
+        self.waiting = kept
+
+
+class DrafterContext:
+    """Of all slots; the drafter as the pipeline knows it."""
+
+    def __init__(
+        self,
+        model: Dflash,
+        identity: str,
+        slots: int,
+        context: int,
+        kv_type: torch.dtype = KV_TYPE,
+    ) -> None:
+        """identity: the fingerprint of the drafter's file. context: positions of the longest sequence."""
+        spec = model.spec
+        self.model = model
+        self.taps = tuple(sorted(set(spec.taps)))
+        self._order = [self.taps.index(tap) for tap in spec.taps]
+        self._identity = torch.from_numpy(np.frombuffer(f"{identity} {kv_type}".encode(), dtype=np.uint8).copy())
+        self._caps = [reach_of(spec, layer, context) for layer in range(len(spec.layers))]
+        shapes = [(slots, 2, cap, spec.kv_heads, spec.head_dim) for cap in self._caps]
+        self._rings = [torch.zeros(shape, dtype=kv_type, device=model.device) for shape in shapes]
+        self._known = [Known() for _ in range(slots)]
+        # A slot's capture stands in line, and the engine may ask for its next block meanwhile: both settle features.
+        self._settling = threading.Lock()
+        self._prepared: dict[int, tuple[int, Part | None]] = {}  # by slot: position, and the part to be restored
+
+    @property
+    def reach(self) -> int:
+        return max(self._caps)
+
+    def context(self, slot: int) -> range:
+        known = self._known[slot]
+        return range(known.start, known.stop)
+
+    # Reading
+
+    def read(self, batch: Batch, features: Sequence[Tensor]) -> None:
+        first = 0
+        for segment in batch.segments:
+            known = self._known[segment.slot]
+            known.position = segment.end
+            if segment.features:
+                rows = tuple(tap[first : first + segment.features] for tap in features)
+                self._take(segment.slot, segment.end - segment.features, rows)
+                first += segment.features
+                if not batch.rewindable and segment.features >= WAITING:
+                    self._settle([segment.slot])
+
+    def _take(self, slot: int, position: int, rows: tuple[Tensor, ...]) -> None:
+        """Features of consecutive positions; with a gap before them the context begins anew."""
+        known = self._known[slot]
+        if known.stop != position:
+            known.waiting.clear()
+            known.start = known.settled = position
+        elif known.stop - known.settled >= WAITING:
+            self._settle([slot])
+        known.waiting.append(rows)
+
+    def _settle(self, slots: Sequence[int]) -> None:
+        """Features that wait become K and V, those of all slots together. Nobody else works on these slots: batches and
+        verbs come in line, and a proposal and a capture hold the lock."""
+        slots = [slot for slot in slots if self._known[slot].waiting]
+        if not slots:
+            return
+        rows = [rows for slot in slots for rows in self._known[slot].waiting]
+        taps = [torch.cat(tap) for tap in zip(*rows, strict=True)]
+        spans = [(self._known[slot].settled, self._known[slot].stop) for slot in slots]
+        positions = torch.cat([torch.arange(start, stop, device=self.model.device) for start, stop in spans])
+        with self._on_device():
+            keys = self.model.context([taps[i] for i in self._order], positions)
+        first = 0
+        for slot, (start, stop) in zip(slots, spans, strict=True):
+            mine = [(k[first : first + stop - start], v[first : first + stop - start]) for k, v in keys]
+            first += stop - start
+            self._store(slot, stop, mine)
+            self._known[slot].waiting.clear()
+            self._known[slot].settled = stop
+
+    def _store(self, slot: int, stop: int, keys: Sequence[Keys]) -> None:
+        """K and V of the positions before `stop`; of each layer the last that its ring holds."""
+        for ring, cap, (k, v) in zip(self._rings, self._caps, keys, strict=True):
+            count = min(cap, len(k))
+            if count:
+                places = torch.arange(stop - count, stop, device=ring.device) % cap
+                ring[slot, 0, places] = k[-count:].to(ring.device, ring.dtype)
+                ring[slot, 1, places] = v[-count:].to(ring.device, ring.dtype)
+
+    def _rows(self, slot: int, layer: int) -> Tensor:
+        """[2, positions, kv_heads, head_dim], ascending; a copy."""
+        ring, cap, known = self._rings[layer][slot], self._caps[layer], self._known[slot]
+        count = min(cap, known.settled - known.start)
+        places = torch.arange(known.settled - count, known.settled, device=ring.device) % max(cap, 1)
+        return ring[:, places]
+
+    # Drafting
+
+    def propose(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+        with self._settling:
+            for ask in asks:
+                self._begin_block(ask)
+            self._settle([ask.slot for ask in asks])
+        blocks = [Block(ask.position, ask.token, self._contexts(ask.slot)) for ask in asks]
+        most = [min(ask.most, self.model.spec.block - 1) for ask in asks]
+        with self._on_device():
+            return self.model.propose(blocks, most)
+
+    def _begin_block(self, ask: Ask) -> None:
+        known = self._known[ask.slot]
+        assert known.position == ask.position, f"slot {ask.slot} stands at {known.position}, not at {ask.position}"
+        if known.stop != ask.position:  # nothing is known of what stands right before the block
+            known.waiting.clear()
+            known.start = known.settled = ask.position
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels are launched on the current device, and every thread begins on the first one."""
+        device = self.model.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    def _contexts(self, slot: int) -> list[Keys]:
+        kept = (self._rows(slot, layer) for layer in range(len(self._rings)))
+        return [(rows[0], rows[1]) for rows in kept]
+
+    # State
+
+    def open(self, slot: int) -> None:
+        self.close(slot)
+
+    def close(self, slot: int) -> None:
+        self._known[slot] = Known()
+        self._prepared.pop(slot, None)
+
+    def rewind(self, slot: int, position: int) -> None:
+        known = self._known[slot]
+        if known.stop == known.position:
+            known.cut(position)
+        known.position = position
+
+    def capture(self, slot: int) -> Sequence[Part]:
+        """Nothing, where it knows nothing of what stands right before the position."""
+        with self._settling:
+            known = self._known[slot]
+            if known.stop != known.position or known.stop == known.start:
+                return ()
+            self._settle([slot])
+        rows = {f"kv{layer}": self._rows(slot, layer).cpu() for layer in range(len(self._rings))}
+        return (Part(DRAFTER_LAYER, {IDENTITY: self._identity, **rows}),)
+
+    def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
+        self.prepare_restore(slot, position, parts)
+        self.commit_restore(slot)
+
+    def prepare_restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
+        part = next((part for part in parts if part.layer == DRAFTER_LAYER), None)
+        if part is not None and not self._is_mine(part):
+            part = None
+        if part is not None:
+            self._check(part, position)
+        self._prepared[slot] = position, part
+
+    def _is_mine(self, part: Part) -> bool:
+        identity = part.tensors.get(IDENTITY)
+        return identity is not None and torch.equal(identity, self._identity)
+
+    def _check(self, part: Part, position: int) -> None:
+        """Every layer brings as many positions as its ring holds of those that the widest brings."""
+        rows = {name: tensor for name, tensor in part.tensors.items() if name != IDENTITY}
+        brought = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in rows.items()}
+        widest = max((shape[1] for shape, _ in brought.values() if len(shape) > 1), default=0)
+        count = min(widest, position, self.reach)
+        wanted = {
+            f"kv{layer}": ((2, min(cap, count), *ring.shape[3:]), ring.dtype)
+            for layer, (cap, ring) in enumerate(zip(self._caps, self._rings, strict=True))
+        }
+        if brought != wanted:
+            raise SnapshotMismatch(f"the drafter's context in the snapshot is {brought}, the drafter keeps {wanted}")
+
+    def abort_restore(self, slot: int) -> None:
+        self._prepared.pop(slot, None)
+
+    def commit_restore(self, slot: int) -> None:
+        position, part = self._prepared.pop(slot)
+        if part is None:
+            self._known[slot] = Known(position, position, position)
+            return
+        keys = [(rows[0], rows[1]) for rows in (part.tensors[f"kv{layer}"] for layer in range(len(self._rings)))]
+        self._known[slot] = Known(position, position - max(len(k) for k, _ in keys), position)
+        self._store(slot, position, keys)

@@ -1,0 +1,94 @@
+"""How many tokens the next block of a sequence drafts: more while the target agrees, fewer and later when it does not.
+
+A block costs a row for every drafted token and, of a drafter with weights, a pass of it: `extra`, counted in tokens
+that plain steps would give in that time (cost.py measures it). It pays where more is accepted than it costs. After a
+block that did not pay the sequence rests: for 1 token, then for 2, 4, … MOST_REST, until a block pays again. Blocks
+shrink to one token meanwhile. All sequences of an engine draft out of one purse, so that what never works costs at most
+a share of all steps, however many sequences find that out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+FIRST = 4  # tokens of a sequence's first block
+MOST = 15  # with the token before them 16 rows, which is what stages have room for
+MOST_REST = 32  # tokens of the answer
+ROW = 0.25  # cost of one more row to verify, in decode steps of a CPU; a GPU's is less
+GRACE = 3.0  # tokens' worth of time that may be lost before anything is gained …
+SHARE = 0.015  # … and of every token after that
+WEALTH = 16.0  # tokens' worth that a purse holds at most: past gains pay for so much
+
+
+def by_rows(width: int) -> float:
+    """What blocks cost where nothing was measured."""
+    return ROW * width
+
+
+class Purse:
+    """What may still be lost, in tokens' worth of time."""
+
+    def __init__(self) -> None:
+        self._left = GRACE
+
+    def allows(self, cost: float) -> bool:
+        return cost <= self._left
+
+    def earn(self, tokens: int) -> None:
+        """So many tokens were answered."""
+        self._add(SHARE * tokens)
+
+    def settle(self, cost: float, accepted: int) -> None:
+        self._add(accepted - cost)
+
+    def _add(self, worth: float) -> None:
+        self._left = min(WEALTH, self._left + worth)
+
+
+class Width:
+    """Of one sequence. Lengths are tokens of its prompt and answer."""
+
+    def __init__(self, extra: Callable[[int], float] = by_rows, purse: Purse | None = None) -> None:
+        """purse: shared by the sequences of an engine; without one nothing is counted."""
+        self._extra = extra
+        self._purse = purse
+        self._width = FIRST
+        self._rest = 1  # tokens, after the next block that does not pay
+        self._until = 0  # length at which the rest ends
+        self._seen: int | None = None  # length when the purse was filled last
+
+    def at(self, length: int) -> int:
+        """Tokens to draft at most; 0 while the sequence rests."""
+        self._earn(length)
+        return 0 if length < self._until else self._affordable()
+
+    def _affordable(self) -> int:
+        if self._purse is None:
+            return self._width
+        costs = ((width, self._extra(width)) for width in range(self._width, 0, -1))
+        return next((width for width, cost in costs if cost < width and self._purse.allows(cost)), 0)
+
+    def _earn(self, length: int) -> None:
+        if self._purse is not None and self._seen is not None:
+            self._purse.earn(length - self._seen)
+        self._seen = length
+
+    def note(self, length: int, proposed: int, accepted: int) -> None:
+        """A block was verified, and the sequence has `length` tokens now; or there was none after a pass: nothing was
+        proposed. A block that was cut short, because little of the answer was left, does not shrink the next one."""
+        cost = self._extra(proposed)
+        if self._purse is not None:
+            self._purse.settle(cost, accepted)
+        if accepted == proposed:
+            self._width = min(max(self._width, 2 * proposed), MOST)
+        else:
+            self._width = max(1, self._width // 2)
+        if accepted > cost:
+            self._rest = 1
+        else:
+            self.rest(length)
+
+    def rest(self, length: int) -> None:
+        """No drafts for a while; the next rest is twice as long."""
+        self._until = length + self._rest
+        self._rest = min(2 * self._rest, MOST_REST)

@@ -1,0 +1,177 @@
+"""`rekindle bench serve` as a user runs it, against a real server, and its arithmetic."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.forked import run_rekindle
+from support.server import Server, StartServer
+
+from rekindle.bench.load import Answer, Client, Load, rows_of, run_load, share_below
+from rekindle.cli.bench import load_table
+from rekindle.errors import BadConfig
+
+
+@pytest.fixture(scope="module")
+def server(start_server: StartServer, golden: Path) -> Server:
+    return start_server(golden / "tiny-qwen35-Q4_K_M.gguf", "--context", "2048", "--sequences", "4")
+
+
+def bench(url: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return run_rekindle("bench", "serve", url, "--vocab", "300", "--lowest", "10", *arguments, timeout=300)
+
+
+def rows(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {row["what"]: row for row in json.loads(done.stdout.splitlines()[-1])["rows"]}
+
+
+def test_every_prompt_length_is_told_by_itself_and_what_is_sent_again_is_restored(server: Server) -> None:
+    found = rows(bench(server.url, "--prompt", 8, "--prompt", 130, "--requests", 2, "--answer", 5, "--again", 1))
+    assert list(found) == ["prompt 8", "prompt 130", "prompt 8 again", "prompt 130 again"]
+    for length in (8, 130):
+        cold, again = found[f"prompt {length}"], found[f"prompt {length} again"]
+        assert (cold["sent"], cold["computed"], cold["ram"]) == (2 * length, 2 * length, 0)
+        assert (again["sent"], again["computed"], again["ram"]) == (2 * length, 0, 2 * length)
+        assert cold["answered"] == again["answered"] == 10
+        assert 0 < cold["first_p50"] <= cold["first_worst"] <= cold["last_first"]
+        assert 0 < cold["gap_p50"] <= cold["gap_p99"] <= cold["gap_worst"]
+
+
+def test_a_conversation_goes_on_from_the_answer_that_came(server: Server) -> None:
+    found = rows(bench(server.url, "--prompt", 100, "--requests", 1, "--answer", 6, "--turns", 3, "--turn", 20))
+    second, third = found["turn 2 on 100"], found["turn 3 on 100"]
+    assert (second["sent"], third["sent"]) == (126, 152)
+    assert (second["ram"], third["ram"]) == (105, 131), "all but the last token, which no forward has consumed"
+
+
+def test_prompts_share_their_beginning_and_come_at_a_rate(server: Server) -> None:
+    options = ("--prompt", 200, "--prefix", 128, "--requests", 3, "--rate", 50, "--answer", 2)
+    (row,) = rows(bench(server.url, *options)).values()
+    assert row["requests"] == 3
+    assert 128 <= row["ram"] <= 2 * 130, "the second may come before anybody knows that the beginning is shared"
+    assert row["computed"] == 3 * 200 - row["ram"]
+
+
+def test_an_intruder_comes_in_amid_the_answers_of_others(server: Server) -> None:
+    found = rows(
+        bench(server.url, "--prompt", 20, "--concurrency", 2, "--requests", 2, "--answer", 60, "--intruder", 900)
+    )
+    assert found["intruder 900"]["computed"] == 900
+    assert found["prompt 20"]["requests"] == 2
+    beside = found["beside intruder 900"]
+    assert (beside["sent"], beside["computed"]) == (0, 0)
+    assert 0 < beside["answered"] < found["prompt 20"]["answered"] == 120
+
+
+def test_the_same_seed_sends_the_same_prompts_and_another_does_not(server: Server) -> None:
+    for seed, restored in ((7, 0), (7, 70), (8, 0)):
+        (row,) = rows(bench(server.url, "--prompt", 70, "--requests", 1, "--seed", seed)).values()
+        assert row["ram"] == restored
+
+
+def test_a_refused_request_is_told_with_its_reason_and_a_status(server: Server) -> None:
+    done = bench(server.url, "--prompt", 4000, "--requests", 1)
+    assert done.returncode == 1
+    assert "1 of 1 failed: status 400" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["rows"][0]["failed"] == 1
+
+
+def test_a_server_that_hangs_up_and_one_that_is_not_there_are_failures() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def hang_up() -> None:
+        connection, _ = listener.accept()
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\ndata")
+        connection.close()
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    load = Load(prompts=(4,), requests=1)
+    (answer,) = asyncio.run(run_load(Client(url), load))
+    assert answer.failure is not None
+    thread.join()
+    listener.close()
+    (answer,) = asyncio.run(run_load(Client(url), load))
+    assert answer.failure is not None
+
+
+def test_a_peer_without_token_ids_and_without_our_report_is_measured_by_its_own_words() -> None:
+    events = [
+        {"choices": [{"text": "a"}]},
+        {"choices": [{"text": "b"}]},
+        {
+            "choices": [],
+            "usage": {
+                "prompt_tokens": 4,
+                "completion_tokens": 2,
+                "prompt_tokens_details": {"cached_tokens": 3},
+            },
+        },
+    ]
+    body = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer_once() -> None:
+        connection, _ = listener.accept()
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        connection.close()
+
+    thread = threading.Thread(target=answer_once)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    (row,) = rows_of(asyncio.run(run_load(Client(url, token_ids=False), Load(prompts=(4,), requests=1))))
+    thread.join()
+    listener.close()
+    assert (row.failed, row.answered, row.ram, row.computed) == (0, 2, 3, 1)
+
+
+def test_shares_are_counted_from_below() -> None:
+    values = [float(i) for i in range(1, 101)]
+    assert [share_below(values, share) for share in (0.5, 0.99, 1.0)] == [50, 99, 100]
+    assert share_below([7.0], 0.5) == 7.0
+    assert share_below([], 0.5) == 0.0
+
+
+def test_gaps_and_first_tokens_are_taken_from_the_arrivals() -> None:
+    answers = [Answer("x", 10, sent=1.0, arrivals=[1.5, 1.6, 2.0], tokens=3), Answer("x", 10, failure="no")]
+    (row,) = rows_of(answers)
+    assert (row.requests, row.failed, row.failure) == (2, 1, "no")
+    assert row.first_p50 == row.last_first == pytest.approx(500)
+    assert (row.gap_p50, row.gap_worst) == (pytest.approx(100), pytest.approx(400))
+    assert row.decode == pytest.approx(4.0)
+    assert row.throughput == pytest.approx(13.0)
+
+
+def test_the_table_fits_a_line_of_100(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [
+        Answer("turn 10 on 131072", 140_000, 0, [9.9, 19.8], tokens=2, ram=131_072, computed=9_000) for _ in range(9)
+    ]
+    Console(width=100).print(load_table(rows_of(answers)))
+    said = capsys.readouterr().out
+    assert "9,900.0…9,900.0" in said
+    assert "1,179,648" in said
+
+
+@pytest.mark.parametrize(
+    "options", [{"requests": 0}, {"rate": 0.0}, {"prompts": (0,)}, {"vocab": 5}, {"again": -1}, {"turns": 0}]
+)
+def test_a_load_that_makes_no_sense_is_refused_by_the_name_of_its_option(options: dict[str, Any]) -> None:
+    with pytest.raises(BadConfig, match="--"):
+        Load(**options)
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(BadConfig, match="no address"):
+        Client("ftp://host")

@@ -1,0 +1,163 @@
+"""Products in C against their definition, for every type, instruction set and number of rows."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import silu
+
+from rekindle.kernels import native
+from rekindle.kernels.matmul import cpu, make_matrix, multiply, multiply_all, naive, swiglu
+from rekindle.kernels.matmul.types import Lanes, Matrix
+
+HALVES = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}  # where 16-bit floats lie
+
+
+@cache
+def stored(type: str, rows: int, columns: int, seed: int = 0) -> tuple[np.ndarray, Tensor]:
+    """Random rows as a file has them, a few bytes apart and at an odd address; and their values."""
+    random = np.random.default_rng(seed)
+    if type in ("F32", "F16", "BF16"):
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[type]
+        values = torch.from_numpy(random.standard_normal((rows, columns))).to(dtype)
+        return values.view(torch.uint8).numpy(), values.float()
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
+    raw = random.integers(0, 256, (rows * columns // block, size), dtype=np.uint8)
+    for at in HALVES.get(type, (0,)):
+        numbers = random.uniform(0.005, 0.02, len(raw)).astype(np.float16)
+        raw[:, at : at + 2] = numbers.view(np.uint8).reshape(-1, 2)
+    raw = raw.reshape(rows, -1)
+    memory = np.zeros((rows, raw.shape[1] + 5), np.uint8)
+    memory[:, 3 : 3 + raw.shape[1]] = raw
+    return memory[:, 3 : 3 + raw.shape[1]], naive.stored_values(raw, type, columns)
+
+
+def laid(type: str, rows: int, columns: int, seed: int = 0) -> tuple[Matrix, Tensor]:
+    raw, values = stored(type, rows, columns, seed)
+    return make_matrix(raw, type, (rows, columns), torch.device("cpu"), torch.float32), values
+
+
+def lanes(matrix: Matrix) -> Lanes:
+    assert matrix.lanes is not None
+    return matrix.lanes
+
+
+def in_sixteen_bits(x: Tensor) -> Tensor:
+    """The definition of what the integer products take for x."""
+    blocks = x.unflatten(-1, (-1, 32))
+    scales = blocks.abs().amax(-1, keepdim=True) / 32767
+    return ((blocks / scales.clamp_min(1e-30)).round() * scales).flatten(-2)
+
+
+@pytest.mark.parametrize("type", cpu.TYPES)
+def test_laid_rows_have_the_values_of_the_stored_ones(type: str, level: str) -> None:
+    matrix, values = laid(type, 37, 512)
+    assert torch.equal(cpu.values(lanes(matrix), torch.arange(37)), values)
+    assert matrix.nbytes == cpu.nbytes(type, 37, 512)
+
+
+@pytest.mark.parametrize("type", cpu.TYPES)
+def test_rows_of_a_stored_table_are_its_values_and_rows_beyond_it_no_numbers(type: str, level: str) -> None:
+    raw, values = stored(type, 5, 256)
+    have = cpu.stored_rows(raw[:4], type, 256, torch.tensor([3, 0, 4, -1, 3]))
+    assert torch.equal(have[[0, 1, 4]], values[[3, 0, 3]])
+    assert have[[2, 3]].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 13, 16, 17, 33])
+@pytest.mark.parametrize("type", cpu.TYPES)
+def test_a_product_is_that_of_the_values_with_x_in_sixteen_bits(type: str, rows: int, level: str) -> None:
+    matrix, values = laid(type, 37, 512)
+    x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows))
+    want = (in_sixteen_bits(x) if type in cpu.QUANTISED else x).double() @ values.double().T
+    assert (multiply(x, matrix) - want).abs().max() < 2e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("type", cpu.TYPES)
+def test_a_row_does_not_depend_on_the_rows_beside_it_or_the_threads(type: str, level: str) -> None:
+    matrix, _ = laid(type, 70, 256)
+    x = torch.randn(33, 256, generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([multiply(row[None], matrix) for row in x])
+    try:
+        for threads in (1, 3):
+            native.set_threads(threads)
+            for rows in (2, 7, 33):
+                assert torch.equal(multiply(x[:rows], matrix), alone[:rows])
+    finally:
+        native.set_threads(1)
+
+
+@pytest.mark.parametrize("type", cpu.QUANTISED)
+def test_instruction_sets_agree_to_the_last_bit_where_they_fuse(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(0))
+    found = []
+    for name in native.levels():
+        if name != "plain":
+            native.library.cache_clear()
+            monkeypatch.setenv(native.SWITCH, name)
+            found.append(multiply(x, laid(type, 33, 512)[0]))
+    native.library.cache_clear()
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 33), out=st.integers(1, 70), blocks=st.integers(1, 5), offset=st.integers(0, 3), data=st.data()
+)
+def test_any_shape_and_any_view_of_x(rows: int, out: int, blocks: int, offset: int, data: st.DataObject) -> None:
+    type = data.draw(st.sampled_from(cpu.TYPES))
+    columns = blocks * (256 if type in ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS") else 32)
+    matrix, values = laid(type, out, columns, seed=out)
+    wide = torch.randn(rows, columns + 7, generator=torch.Generator().manual_seed(rows))
+    x = wide[:, offset : offset + columns]
+    want = (in_sixteen_bits(x) if type in cpu.QUANTISED else x).double() @ values.double().T
+    assert (multiply(x, matrix) - want).abs().max() <= 3e-5 * max(1.0, float(want.abs().max()))
+    assert torch.equal(multiply(x, matrix), multiply(x.contiguous(), matrix))
+
+
+@pytest.mark.parametrize("columns", [1, 7, 31, 33, 100])
+def test_floats_take_any_number_of_columns(columns: int, level: str) -> None:
+    for type in ("F32", "F16", "BF16"):
+        matrix, values = laid(type, 21, columns)
+        x = torch.randn(3, columns, generator=torch.Generator().manual_seed(0))
+        assert torch.allclose(multiply(x, matrix), x @ values.T, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("type", cpu.TYPES)
+def test_what_is_no_number_reaches_every_output_of_its_row_and_no_other(type: str, bad: float, level: str) -> None:
+    matrix, _ = laid(type, 20, 256)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
+    clean = multiply(x, matrix)
+    x[1, 77] = bad
+    out = multiply(x, matrix)
+    if type in cpu.QUANTISED or bad != bad:
+        assert out[1].isnan().all()
+    else:
+        assert not out[1].isfinite().any()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+
+
+def test_zeros_and_numbers_too_small_for_a_scale_give_zeros(level: str) -> None:
+    matrix, _ = laid("Q4_K", 20, 256)
+    assert torch.equal(multiply(torch.zeros(2, 256), matrix), torch.zeros(2, 20))
+    assert multiply(torch.full((1, 256), 1e-38), matrix).abs().max() < 1e-30
+
+
+def test_several_matrices_in_one_call_and_the_gated_pair(level: str) -> None:
+    gate, up = laid("Q4_K", 48, 256, seed=1)[0], laid("Q6_K", 48, 256, seed=2)[0]
+    small = laid("F32", 3, 256)[0]
+    x = torch.randn(11, 256, generator=torch.Generator().manual_seed(0))
+    parts = multiply_all(x, [small, gate, up])
+    for part, matrix in zip(parts, [small, gate, up], strict=True):
+        assert torch.equal(part, multiply(x, matrix))
+    want = silu(parts[1]) * parts[2]
+    assert torch.allclose(swiglu(x, gate, up), want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(multiply(x.bfloat16(), gate), multiply(x.bfloat16().float(), gate).bfloat16())

@@ -1,0 +1,158 @@
+"""Every script starts, in its smallest form. Times and speeds that benches print here mean nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.scripts import SCRIPTS, result_of, run_script
+
+TESTS = Path(__file__).parents[1]
+ELSEWHERE = {  # scripts that other tests start, or import whole
+    "check": "scripts/test_shell.py",
+    "check_cards.py": "cards/test_cards.py",
+    "fuzz_models.py": "weights/test_fuzz.py",
+    "paper_gpu.py": "cards/test_cards.py",
+    "serve": "scripts/test_shell.py",
+    "setup.sh": "scripts/test_shell.py",
+    "soak_kill.py": "e2e/test_restart.py",
+    "soak_shards.py": "shards/test_recovery.py",
+    "test": "scripts/test_shell.py",
+    "gpu/check_graphs.py": "gpu/test_checks.py",
+    "gpu/check_pool.py": "gpu/test_checks.py",
+    "gpu/check_snapshots.py": "gpu/test_checks.py",
+    "gpu/check_truth.py": "gpu/test_checks.py",
+}
+
+
+def test_every_script_is_started_by_a_test() -> None:
+    files = {str(path.relative_to(SCRIPTS)) for path in SCRIPTS.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    here = set(re.findall(r'"((?:gpu/)?\w+\.py)"', Path(__file__).read_text()))
+    assert files <= here | set(ELSEWHERE), "these are started by no test"
+    for name, test in ELSEWHERE.items():
+        assert re.search(rf"\b{Path(name).stem}\b", (TESTS / test).read_text()), f"{test} does not know {name}"
+
+
+# Trials
+
+
+def test_damaged_bodies_get_an_answer_or_a_refusal() -> None:
+    told = result_of("fuzz_bodies.py", "--bodies", "30")
+    routes = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "other routes"}
+    routes |= {"/v1/responses", "/api/chat", "/api/generate", "/api/show", "/tokenize", "/detokenize"}
+    assert told["faults"] == 0 and routes <= set(told["answers"])
+
+
+def test_answers_of_a_random_model_are_valid_by_random_schemas() -> None:
+    told = result_of("check_grammars.py", "--schemas", "40")
+    assert told["valid"] >= 38 and not told.get("invalid") and not told.get("failed")
+
+
+def test_the_cost_of_a_grammar_is_measured() -> None:
+    told = result_of("bench_grammar.py", "--tokens", "3000", "--answers", "1")
+    assert told["vocabulary"] == 3000 and all(told[name]["tokens"] > 0 for name in ("schema", "any object", "20 tools"))
+
+
+def test_damaged_cache_directories_give_no_fault_and_no_wrong_byte() -> None:
+    found = result_of("fuzz_stores.py", "--directories", "8", "--seed", "7")
+    assert found["faults"] == 0
+    assert found["peak_mib"] < 1024
+
+
+def test_damaged_frames_are_read_or_refused() -> None:
+    found = result_of("fuzz_frames.py", "--frames", "300", "--seed", "7")
+    assert found["read"] + found["refused"] == 300
+
+
+def test_a_crowd_of_two_keys_leaves_nothing_behind_and_shares_nothing() -> None:
+    told = result_of("soak_clients.py", "--clients", "8", "--seconds", "6")
+    assert told["answers"] > 0 and told["left"] > 0 and told["restored"] > 0
+    assert (told["across"], told["faults"]) == (0, 0)
+
+
+def test_a_store_whose_writer_is_killed_holds_what_was_saved() -> None:
+    told = result_of("soak_store.py", "--kills", "3", "--seed", "1")
+    assert (told["kills"], told["faults"]) == (3, 0)
+
+
+# Benches
+
+
+def test_the_index_and_a_load_are_measured() -> None:
+    told = result_of("bench_index.py", "--megabytes", "4", "--populations", "20")
+    assert told["load"] and told["chain"]["ratio"] >= 1 and len(told["index"]) == 1
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_a_link_is_measured(transport: str) -> None:
+    told = result_of("bench_link.py", "--steps", "20", *(["--tcp"] if transport == "tcp" else []))
+    assert told["transport"] == transport and told["median_us"] > 0
+
+
+def test_a_split_is_measured() -> None:
+    told = result_of("bench_split.py", "--prompt", "128", "--answer", "4", "--repeats", "1")
+    assert told
+
+
+def test_prompt_lookup_is_measured_beside_plain_decode() -> None:
+    told = result_of("bench_lookup.py", "--answer", "24", "--rounds", "1", "--threads", "1", misses_goal=True)
+    assert told["tokens"] > 24 and told["proposed"] >= told["accepted"] > 0
+
+
+def test_what_points_inside_a_prompt_cost_is_measured(golden: Path) -> None:
+    small = ["--prompt", "1100", "--rounds", "1", "--threads", "1"]
+    told = result_of("bench_lattice.py", golden / "tiny-qwen35-Q4_K_M.gguf", *small, misses_goal=True)
+    assert told["ratio"] > 0 and told["cpu_ratio"] > 0 and told["points"] == 2
+
+
+def test_hit_rates_of_the_expert_cache_are_measured_from_real_choices(golden: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.random.default_rng(5).integers(0, 400, (2, 24)))
+    told = result_of("bench_routing.py", golden / "tiny-qwen35moe-Q4_K_M.gguf", tmp_path / "rows.npy", "--places", "6")
+    assert told["tokens"] == 48
+    rates = {name: hits["6"] for name, hits in told["hits"].items()}
+    assert all(0 < rate < 1 for rate in rates.values()), rates
+
+
+def test_writes_beside_decode_are_measured(golden: Path) -> None:
+    small = ["--prompt", "64", "--slice", "2", "--pairs", "20", "--threads", "1"]
+    told = result_of("bench_write_behind.py", golden / "tiny-qwen35-Q4_K_M.gguf", *small, misses_goal=True)
+    assert told["ratio"] > 0 and told["saves"] > 0
+
+
+def test_the_smallest_comparison_runs_beside_a_peer(tmp_path: Path) -> None:
+    """The real one where it is installed, else one of paper that answers at once."""
+    small = ["--prompt", "24", "--answer", "3", "--rounds", "1", "--rest", "0", "--threads", "1", "--verify"]
+    peers = () if importlib.util.find_spec("xllamacpp") else (TESTS / "support" / "peers",)
+    shape = ["--shape", "tiny-moe", "--folder", str(tmp_path), "--cpu-time"]
+    told = result_of("bench_peers.py", *shape, *small, paths=peers)
+    assert told["model"] == "tiny-moe"
+    assert all(speed > 0 for name in ("rekindle", "llama.cpp") for both in told[name].values() for speed in both)
+    assert told["verify"] > 0 and told["share"] > 0
+
+
+def test_rekindle_is_measured_alone_where_there_is_no_peer(tmp_path: Path) -> None:
+    (tmp_path / "xllamacpp.py").write_text("raise ImportError('not here')")
+    small = ["--prompt", "24", "--answer", "3", "--rounds", "1", "--rest", "0", "--threads", "1"]
+    told = result_of("bench_peers.py", "--shape", "tiny", "--folder", tmp_path, *small, paths=(tmp_path,))
+    assert "llama.cpp" not in told and all(speed > 0 for both in told["rekindle"].values() for speed in both)
+
+
+# Benches of a GPU
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpu/bench_experts.py", "gpu/bench_model.py", "gpu/bench_serve.py", "gpu/bench_split.py", "gpu/bench_start.py"],
+)
+def test_benches_that_need_a_gpu_know_their_arguments(name: str) -> None:
+    """All that can be tried without a GPU: what they import is there."""
+    assert run_script(name, "--help")[0].startswith("usage:")
+
+
+@pytest.mark.parametrize("name", ["gpu/bench_matmul.py", "gpu/bench_mixers.py"])
+def test_benches_of_kernels_import_what_they_use(name: str) -> None:
+    assert "main" in runpy.run_path(str(SCRIPTS / name), run_name="imported")

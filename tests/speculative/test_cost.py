@@ -1,0 +1,114 @@
+"""Measured times decide how wide blocks are: what never works costs next to nothing, what works is used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from rekindle.speculative.cost import Costs
+from rekindle.speculative.width import GRACE, MOST, SHARE, Purse, Width
+
+
+class PaperMachine:
+    """Steps that take base + row · rows seconds, and a drafter that takes `drafting`; it measures itself."""
+
+    def __init__(self, base: float, row: float, drafting: float) -> None:
+        self.base, self.row, self.drafting = base, row, drafting
+        self.costs, self.purse, self.seconds = Costs(), Purse(), 0.0
+
+    def answer(self, tokens: int, agrees: Callable[[int], int]) -> float:
+        """Seconds of an answer; agrees: accepted tokens of a block so wide."""
+        width, length, began = Width(partial(self.costs.extra, with_pass=True), self.purse), 0, self.seconds
+        while length < tokens:
+            block = min(width.at(length), tokens - length - 1)
+            if block > 0:
+                self.seconds += self.drafting
+                self.costs.note_pass(1, self.drafting)
+            taken = self.base + self.row * (1 + max(block, 0))
+            self.seconds += taken
+            self.costs.note_step(1, 1 + max(block, 0), taken)
+            accepted = agrees(block) if block > 0 else 0
+            length += 1 + accepted
+            if block > 0:
+                width.note(length, block, accepted)
+        return self.seconds - began
+
+    def plain(self, tokens: int) -> float:
+        return tokens * (self.base + self.row)
+
+
+MACHINES = {
+    "rows are nearly free": (1.0, 0.02, 0.1),
+    "a CPU": (0.75, 0.25, 0.2),
+    "cold experts: every row costs": (0.3, 0.7, 0.3),
+    "a heavy drafter": (0.75, 0.25, 3.0),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES.keys())
+def test_a_drafter_that_is_never_right_costs_at_most_three_hundredths(machine: tuple[float, float, float]) -> None:
+    paper = PaperMachine(*machine)
+    spent = sum(paper.answer(256, lambda block: 0) for _ in range(4))
+    assert spent <= 1.03 * paper.plain(4 * 256)
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES.keys())
+def test_a_drafter_that_is_always_right_is_used_where_that_pays(machine: tuple[float, float, float]) -> None:
+    base, row, drafting = machine
+    paper = PaperMachine(*machine)
+    paper.answer(512, lambda block: block)
+    best = min((base + row * (1 + w) + (drafting if w else 0)) / (1 + w) for w in range(MOST + 1))
+    assert paper.answer(512, lambda block: block) <= max(1.1 * 512 * best, 1.03 * 512 * (base + row)) + 2
+
+
+@pytest.mark.parametrize("right", [0.5, 0.8])
+def test_a_drafter_that_is_right_now_and_then_is_never_slower_than_none(right: float) -> None:
+    dice = random.Random(3)
+
+    def agrees(block: int) -> int:
+        return next((i for i in range(block) if dice.random() >= right), block)
+
+    for machine in MACHINES.values():
+        paper = PaperMachine(*machine)
+        assert sum(paper.answer(256, agrees) for _ in range(8)) <= 1.03 * paper.plain(8 * 256)
+
+
+def test_the_cost_of_a_row_is_found_out() -> None:
+    costs, dice = Costs(), random.Random(1)
+    for _ in range(200):
+        rows = dice.choice([1, 1, 5, 9, 16])
+        costs.note_step(1, rows, (0.9 + 0.1 * rows) * dice.uniform(0.95, 1.05))
+    costs.note_pass(2, 0.6)
+    assert costs.extra(1, with_pass=False) == pytest.approx(0.1, rel=0.3)
+    assert costs.extra(10, with_pass=False) == pytest.approx(1.0, rel=0.3)
+    assert costs.extra(10, with_pass=True) == pytest.approx(1.3, rel=0.3)
+
+
+def test_the_more_sequences_the_more_a_block_has_to_bring() -> None:
+    """A plain step of eight gives eight tokens in the time of 0.75 + 8 · 0.25."""
+    costs = Costs()
+    costs.sequences = 8
+    assert costs.extra(4, with_pass=False) == pytest.approx(8 * 4 * 0.25 / 2.75)
+    for _ in range(50):
+        costs.note_step(8, 8, 2.75)
+    assert costs.extra(4, with_pass=False) == pytest.approx(8 * 4 * 0.25 / 2.75)
+    assert Width(partial(costs.extra, with_pass=True), Purse()).at(0) == 0, "even one accepted token would not pay"
+
+
+def test_one_purse_is_for_all_sequences() -> None:
+    purse = Purse()
+    widths = [Width(lambda width: 1.0 * width / 2, purse) for _ in range(20)]
+    lost = 0.0
+    for width in widths:
+        block = width.at(0)
+        if block:
+            width.note(1, block, 0)
+            lost += block / 2
+    assert 0 < lost <= GRACE
+    assert not Width(lambda width: 1.0 * width / 2, purse).at(0)
+    patient = Width(lambda width: 1.0 * width / 2, purse)
+    patient.at(0)
+    assert patient.at(int(1 / SHARE)) > 0, "a share of every token goes into it"

@@ -1,0 +1,235 @@
+"""The drafter as it runs beside an engine: the forward of the definition, and a context that is handed over whole."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.drafter_files import random_weights, write_folder, write_gguf
+
+from rekindle.batch import Ask, Batch, Segment
+from rekindle.errors import SnapshotMismatch
+from rekindle.kernels.matmul import Matrix
+from rekindle.snapshots.types import DRAFTER_LAYER, Part
+from rekindle.speculative import naive
+from rekindle.speculative.context import WAITING, DrafterContext
+from rekindle.speculative.dflash import Block, Dflash, load_dflash
+from rekindle.speculative.files import DrafterFile, open_drafter
+from rekindle.speculative.spec import ConvSpec, DrafterSpec, DraftLayer, SelectorSpec
+
+V1 = DrafterSpec(
+    hidden=32, heads=4, kv_heads=2, head_dim=16, width=64, vocab=50,
+    layers=(DraftLayer(5, causal=True), DraftLayer(None, causal=False)), block=6, mask=49, taps=(1, 3, 4),
+    rope_theta=1e7, eps=1e-6,
+)  # fmt: skip
+V2 = replace(V1, layers=(DraftLayer(5, causal=False),) * 2, conv=ConvSpec(2, 16), selector=SelectorSpec(32, 4), block=5)
+HEAD = torch.randn(50, 32, generator=torch.Generator().manual_seed(3))
+TABLE = torch.randn(50, 32, generator=torch.Generator().manual_seed(4))
+
+
+def embed(tokens: Sequence[int]) -> torch.Tensor:
+    return TABLE[list(tokens)]
+
+
+def made(file: DrafterFile, slots: int = 3, context: int = 64) -> DrafterContext:
+    model = load_dflash(file, torch.device("cpu"), torch.float32, embed, Matrix((50, 32), dense=HEAD), 50)
+    return DrafterContext(model, "an identity", slots, context, kv_type=torch.float32)
+
+
+@pytest.fixture(scope="module", params=["v1", "v2", "gguf"])
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DrafterFile:
+    folder = tmp_path_factory.mktemp("drafter")
+    if request.param == "gguf":
+        return open_drafter(write_gguf(folder / "d.gguf", V1, random_weights(V1), "dflash", "Q8_0"))
+    spec = V1 if request.param == "v1" else V2
+    return open_drafter(write_folder(folder / "d", spec, random_weights(spec), nested=True))
+
+
+def features(count: int, seed: int = 5) -> list[torch.Tensor]:
+    """Of taps 1, 3 and 4."""
+    dice = torch.Generator().manual_seed(seed)
+    return [torch.randn(count, 32, generator=dice) for _ in range(3)]
+
+
+def rows(taps: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
+    return [tap[start:stop] for tap in taps]
+
+
+def fed(context: DrafterContext, slot: int, taps: Sequence[torch.Tensor], start: int, stop: int, **batch: bool) -> None:
+    segment = Segment(slot, start, (0,) * (stop - start), features=stop - start)
+    context.read(Batch((segment,), **batch), rows(taps, start, stop))
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 17])
+def test_blocks_of_several_sequences_are_those_of_the_definition(file: DrafterFile, count: int) -> None:
+    drafter, weights, spec = made(file), naive.load(file), file.spec
+    taps = features(count)
+    fed(drafter, 1, taps, 0, count) if count else None
+    known = drafter._known[1]
+    known.position = count
+    drafter._settle([1])
+    blocks = [Block(count, 7, drafter._contexts(1)), Block(0, 9, drafter._contexts(0))]
+    ours = drafter.model.run(blocks)
+    for block, length, got in zip(blocks, (count, 0), ours, strict=True):
+        ctx = naive.context_rows(spec, weights, torch.cat(rows(taps, 0, length), dim=1))
+        wanted = naive.draft_rows(spec, weights, ctx, embed([block.token, *[spec.mask] * (spec.block - 1)]), length)
+        assert float((got - wanted).abs().max()) <= 1e-3 * float(wanted.abs().max())
+        logits = wanted @ HEAD.T
+        expected = naive.select(spec, weights, wanted, logits, block.token) if spec.selector else None
+        proposed = drafter.model.propose([block], [spec.block - 1])[0]
+        assert list(proposed) == (expected or logits[1:].argmax(dim=1).tolist())
+
+
+def test_fewer_tokens_are_the_first_of_more(file: DrafterFile) -> None:
+    drafter = made(file)
+    fed(drafter, 0, features(9), 0, 9)
+    whole = drafter.propose([Ask(0, 9, 3, 99)])[0]
+    assert len(whole) == file.spec.block - 1
+    for most in range(1, len(whole)):
+        assert drafter.propose([Ask(0, 9, 3, most)])[0] == whole[:most]
+
+
+def test_however_features_come_the_context_is_the_same(file: DrafterFile) -> None:
+    """In one chunk, row by row, in blocks that are gone back over, and beside other sequences."""
+    count, taps = 3 * WAITING + 5, features(3 * WAITING + 20)
+    whole, single, blocks = made(file, context=512), made(file, context=512), made(file, context=512)
+    fed(whole, 0, taps, 0, count)
+    for at in range(count):
+        fed(single, 0, taps, at, at + 1)
+    at = 0
+    while at < count:
+        stop = min(at + 5, count + 3)
+        fed(blocks, 0, taps, at, stop, rewindable=True)
+        at = min(at + 3, count)
+        blocks.rewind(0, at)
+    other = features(30, seed=9)
+    for context in (single, blocks):
+        fed(context, 2, other, 0, 30)
+    asks = [Ask(0, count, 8, 9), Ask(2, 30, 4, 9)]
+    fed(whole, 2, other, 0, 30)
+    assert whole.propose(asks) == single.propose(asks) == blocks.propose(asks)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(kept(whole), kept(blocks), strict=True))
+
+
+def kept(context: DrafterContext) -> list[torch.Tensor]:
+    (part,) = context.capture(0)
+    return [tensor for name, tensor in part.tensors.items() if name != "identity"]
+
+
+def test_a_captured_context_goes_on_as_if_it_had_not_been(file: DrafterFile) -> None:
+    taps, whole, again = features(90), made(file), made(file)
+    fed(whole, 0, taps, 0, 50)
+    parts = whole.capture(0)
+    assert [part.layer for part in parts] == [DRAFTER_LAYER]
+    again.restore(2, 50, [Part(0, {}), *parts])
+    assert again.context(2) == range(50 - min(50, whole.reach), 50)
+    ask = Ask(0, 50, 8, 9)
+    assert again.propose([replace(ask, slot=2)]) == whole.propose([ask])
+    fed(whole, 0, taps, 50, 60)
+    fed(again, 2, taps, 50, 60)
+    assert again.propose([Ask(2, 60, 1, 9)]) == whole.propose([Ask(0, 60, 1, 9)])
+
+
+def test_without_a_context_of_its_own_a_drafter_begins_at_the_position(file: DrafterFile) -> None:
+    """A snapshot without a drafter's part, or with another's."""
+    stranger = made(file)
+    stranger._identity = torch.zeros(4, dtype=torch.uint8)
+    fed(stranger, 0, features(20), 0, 20)
+    empty = made(file).model.propose([Block(20, 8, [(torch.zeros(0, 2, 16),) * 2] * 2)], [4])
+    for parts in ((), stranger.capture(0)):
+        drafter = made(file)
+        drafter.restore(1, 20, parts)
+        assert drafter.context(1) == range(20, 20)
+        assert drafter.capture(1) == ()
+        assert drafter.propose([Ask(1, 20, 8, 4)]) == empty
+        fed(drafter, 1, features(30), 20, 21)
+        assert drafter.context(1) == range(20, 21)
+
+
+def test_a_gap_in_the_features_begins_the_context_anew(file: DrafterFile) -> None:
+    drafter, fresh = made(file), made(file)
+    fed(drafter, 0, features(40), 0, 10)
+    drafter.read(Batch((Segment(0, 10, (0,) * 5),)), ())
+    assert drafter.capture(0) == ()
+    fed(drafter, 0, features(40), 15, 40)
+    fresh.restore(0, 15, ())
+    fed(fresh, 0, features(40), 15, 40)
+    assert drafter.propose([Ask(0, 40, 2, 4)]) == fresh.propose([Ask(0, 40, 2, 4)])
+
+
+def test_a_part_that_cannot_be_its_own_is_refused_and_nothing_changes(file: DrafterFile) -> None:
+    drafter = made(file)
+    fed(drafter, 0, features(20), 0, 20)
+    (part,) = drafter.capture(0)
+    for name in ("kv0", "kv1"):
+        short = Part(DRAFTER_LAYER, {**part.tensors, name: part.tensors[name][:, :1]})
+        with pytest.raises(SnapshotMismatch, match="the drafter keeps"):
+            drafter.prepare_restore(0, 20, [short])
+    with pytest.raises(SnapshotMismatch):
+        drafter.prepare_restore(0, 3, [part])
+    assert drafter.context(0) == range(0, 20)
+    drafter.close(0)
+    assert drafter.context(0) == range(0)
+
+
+def test_keys_in_16_bits_as_engines_keep_them_move_a_row_by_little(tmp_path: Path) -> None:
+    spec = replace(V1, layers=(DraftLayer(None, causal=False),) * 2)
+    file = open_drafter(write_folder(tmp_path / "d", spec, random_weights(spec), nested=False))
+    exact = made(file)
+    coarse = DrafterContext(exact.model, "an identity", 3, 64)
+    for context in (exact, coarse):
+        fed(context, 0, features(40), 0, 40)
+        context._settle([0])
+    a, b = (c.model.run([Block(40, 7, c._contexts(0))]) for c in (exact, coarse))
+    assert 0 < float((a - b).abs().max()) <= 0.05 * float(a.abs().max())
+
+
+if "REKINDLE_GOLDEN" in os.environ:
+
+    @pytest.mark.parametrize("length", [1, 9, 70])
+    def test_the_forward_is_that_of_the_authors(length: int) -> None:
+        folder = Path(os.environ["REKINDLE_GOLDEN"]) / "dflash"
+        file, cases = open_drafter(folder), load_file(folder / "cases.safetensors")
+        block, taken = cases[f"block_{length}"], cases[f"features_{length}"].chunk(3, dim=1)
+        model = load_dflash(
+            file, torch.device("cpu"), torch.float32, lambda tokens: block, Matrix((1, 256), dense=block[:1]), 1
+        )
+        drafter = DrafterContext(model, "golden", 1, 128, kv_type=torch.float32)
+        fed(drafter, 0, taken, 0, length)
+        drafter._settle([0])
+        rows = model.run([Block(length, 0, drafter._contexts(0))])[0]
+        assert float((rows - cases[f"hidden_{length}"]).abs().max()) <= 1e-4
+
+
+def test_a_capture_and_a_proposal_of_one_slot_settle_its_features_once(
+    file: DrafterFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pipeline of several stages the capture at a prompt's end runs in the drafter's thread while the engine's
+    asks for the first block."""
+    alone, shared, taps = made(file), made(file), features(20)
+    for context in (alone, shared):
+        fed(context, 0, taps, 0, 20)
+    ask, inside, twice = Ask(0, 20, 7, 3), threading.Event(), threading.Event()
+    compute = Dflash.context
+
+    def slowly(*given: Any) -> Any:
+        twice.set() if inside.is_set() else inside.set()
+        twice.wait(0.3)  # the other would come in now, if it could
+        return compute(*given)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr(Dflash, "context", slowly)
+        captured = threads.submit(kept, shared)
+        assert inside.wait(10)
+        proposed = threads.submit(shared.propose, [ask])
+        got, blocks = captured.result(10), proposed.result(10)
+    assert not twice.is_set() and blocks == alone.propose([ask])
+    assert all(torch.equal(a, b) for a, b in zip(got, kept(alone), strict=True))

@@ -1,0 +1,115 @@
+"""Recorded steps on a CPU: kernel calls, noted once and made again, have the bits of the steps they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rekindle.batch import Batch, Segment, Wanted
+from rekindle.kernels import native
+from rekindle.kernels.native.program import Arena, Tape
+from rekindle.kernels.norm import add, rms_norm
+from rekindle.layers.embedding import HostEmbedding
+from rekindle.stages import LocalStage
+from rekindle.stages.cpu_steps import MOST_ROWS
+
+TOKENS = [(7 * i * i + 3) % 320 for i in range(512)]
+LENGTHS = (70, 62, 9)  # of three sequences; the second comes to a page's end
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no compiler")
+
+
+def pair(make_tiny: Any, kind: str) -> tuple[LocalStage, LocalStage]:
+    """A stage that records and one that does not, three prompts in each."""
+    both = tuple(make_tiny(kind).stage(slots=3, pages=32) for _ in range(2))
+    both[1]._cpu_steps = None
+    for stage in both:
+        for slot, length in enumerate(LENGTHS):
+            stage.forward(Batch((Segment(slot, 0, tuple(TOKENS[:length]), Wanted.LAST),)), None)
+    return both
+
+
+def run_both(both: tuple[LocalStage, LocalStage], *segments: Segment, rewindable: bool = False) -> None:
+    """The recording one with memory that holds no number: what a step reads, it has written."""
+    steps = both[0]._cpu_steps
+    assert steps is not None
+    for memory in steps._arena._blocks.values():
+        memory[:] = 255
+    have, want = (stage.forward(Batch(segments, rewindable), None).logits for stage in both)
+    assert have is not None and want is not None
+    assert torch.equal(have, want)
+
+
+def block(slot: int, position: int, rows: int) -> Segment:
+    return Segment(slot, position, tuple(TOKENS[position : position + rows]), Wanted.ALL)
+
+
+def states(stage: LocalStage) -> list[torch.Tensor]:
+    slots = range(len(LENGTHS))
+    return [t for state in stage._state.layers.values() for slot in slots for t in state.cleared(slot)]
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_recorded_step_has_the_bits_of_one_that_is_not_recorded(make_tiny: Any, kind: str) -> None:
+    both = pair(make_tiny, kind)
+    for step in range(4):
+        run_both(both, *(block(slot, length + step, 1) for slot, length in enumerate(LENGTHS)))
+    at = [length + 4 for length in LENGTHS]
+    for rows in (3, 3, MOST_ROWS, 3, MOST_ROWS):  # more room to go back into is made on the way
+        run_both(both, block(1, at[1], rows), rewindable=True)
+        for stage in both:
+            stage.rewind(1, at[1] + 2)
+        at[1] += 2
+        run_both(both, block(1, at[1], 1))
+        at[1] += 1
+    assert all(torch.equal(a, b) for a, b in zip(*map(states, both), strict=True))
+    assert [stage.work()["step:recorded"] for stage in both] == [14, 0]
+
+
+def test_steps_whose_rows_want_no_logits_or_are_many_are_not_recorded(make_tiny: Any) -> None:
+    stage, _ = pair(make_tiny, "dense")
+    stage.forward(Batch((Segment(0, LENGTHS[0], (1, 2, 3), Wanted.LAST),)), None)
+    stage.forward(Batch((block(1, LENGTHS[1], MOST_ROWS + 1),)), None)
+    assert stage.work()["step:recorded"] == 0
+
+
+def test_a_tape_notes_kernels_and_looks_and_refuses_what_torch_computes() -> None:
+    x, weight, library = torch.randn(4, 8), torch.randn(8), native.library()
+    with torch.inference_mode(), Tape(library, Arena()) as tape:
+        out = rms_norm(x, weight, 1e-6)
+        total = add(out.view(2, 16).view(4, 8)[:, :], x)
+    assert tape.refused is None and tape.program is not None
+    x.copy_(torch.randn(4, 8))
+    tape.program.run()
+    assert torch.equal(total, add(rms_norm(x, weight, 1e-6), x))
+    for compute in (lambda: x + 1, lambda: x.add_(1), lambda: x[0, 0].item(), lambda: x.t().contiguous(), x.double):
+        with torch.inference_mode(), Tape(library, Arena()) as tape:
+            compute()
+        assert tape.refused is not None and tape.program is None
+
+
+def test_an_arena_gives_memory_again_once_no_tensor_looks_into_it() -> None:
+    arena = Arena()
+    first = arena.empty((3, 5), torch.float32)
+    view, place = first.view(5, 3)[1:], first.data_ptr()
+    del first
+    assert arena.empty((3, 5), torch.float32).data_ptr() != place, "a view is still there"
+    del view
+    assert arena.empty((4, 4), torch.float32).data_ptr() == place
+    held = arena.empty((4, 4), torch.float32)
+    loose = arena.let_go(held)
+    place = held.data_ptr()
+    del held
+    assert loose.data_ptr() == place == arena.empty((4, 4), torch.float32).data_ptr()
+
+
+def test_rows_that_numpy_makes_are_never_recorded() -> None:
+    """Of types that no kernel reads: a recorded step would read the first step's rows for ever."""
+    raw = np.random.default_rng(1).integers(0, 255, (4, 110), dtype=np.uint8)  # Q3_K: 256 values
+    embedding = HostEmbedding(raw, "Q3_K", 256, torch.device("cpu"), torch.float32)
+    with torch.inference_mode(), Tape(native.library(), Arena()) as tape:
+        rms_norm(embedding.rows(torch.tensor([2])), torch.ones(256), 1e-6)
+    assert tape.refused is not None
