@@ -3,8 +3,8 @@
     scripts/soak_kill.py MODEL [--kills 200] [--seed 0] [--patience 2]
 
 A reference server without a cache answers every prompt first. Then a server with a cache folder is loaded with
-growing conversations by several clients at once and killed (SIGKILL) at a random moment; it starts again on the same
-folder, and so on. Every answer that arrived whole must be the reference's, and after every kill `rekindle cache verify`
+growing conversations by several clients at once and killed (SIGKILL) a random time after a random number of answers; it
+starts again on the same folder, and so on. Every answer that arrived whole must be the reference's, and after every kill `rekindle cache verify`
 must find every visible snapshot intact. Every tenth kill is told on stderr; the last line is JSON.
 """
 
@@ -29,6 +29,7 @@ from rekindle.snapshots.tools import verify_snapshots
 CLIENTS = 3
 TURNS = 4
 ANSWER = 6  # tokens
+MOST_ANSWERS_FIRST = 4  # a slow machine gives some, too, before its server is killed
 SERVE = ("--context", "2048", "--sequences", "4", "--threads", "1", "--cache-ram", "4MiB")
 
 
@@ -67,9 +68,12 @@ def conversations(server: OwnServer, count: int) -> list[Conversation]:
 class Client(threading.Thread):
     """Walks through conversations until the server is gone."""
 
-    def __init__(self, server: OwnServer, known: list[Conversation], rng: random.Random) -> None:
+    def __init__(
+        self, server: OwnServer, known: list[Conversation], answered: threading.Semaphore, rng: random.Random
+    ) -> None:
         super().__init__(daemon=True)
         self.tally = Tally()
+        self._answered = answered
         self._server = server
         self._known = known
         self._rng = rng
@@ -82,6 +86,7 @@ class Client(threading.Thread):
                     reply = self._server.ask(messages, ANSWER)
                     self.tally.cut_off -= 1
                     self.tally.answers += 1
+                    self._answered.release()
                     self.tally.wrong += reply.answer != expected
                     self.tally.restored_from_disk += reply.disk > 0
 
@@ -95,9 +100,12 @@ def soak(model: Path, kills: int, seed: int, patience: float) -> Tally:
     with tempfile.TemporaryDirectory(prefix="rekindle-soak-") as folder:
         for _ in range(kills):
             server = OwnServer([str(model), *SERVE, "--cache-dir", folder])
-            clients = [Client(server, known, random.Random(rng.random())) for _ in range(CLIENTS)]
+            answered = threading.Semaphore(0)
+            clients = [Client(server, known, answered, random.Random(rng.random())) for _ in range(CLIENTS)]
             for client in clients:
                 client.start()
+            for _ in range(rng.randrange(MOST_ANSWERS_FIRST + 1)):
+                answered.acquire(timeout=60)
             time.sleep(rng.uniform(0.05, patience))
             server.kill()
             for client in clients:
@@ -115,7 +123,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--patience", type=float, default=2.0, help="seconds after which a server is killed at last")
+    parser.add_argument("--patience", type=float, default=2.0, help="most seconds between those answers and the kill")
     options = parser.parse_args()
     tally = soak(options.model, options.kills, options.seed, options.patience)
     print(json.dumps(asdict(tally)))
