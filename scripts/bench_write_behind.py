@@ -2,7 +2,7 @@
 
     python scripts/bench_write_behind.py [MODEL] [--prompt 512] [--slice 12] [--pairs 12] [--threads N]
 
-One answer is decoded from beginning to end by a real engine. In every second slice of it the disk writer saves a real
+Answers are decoded one after another by a real engine. In every second slice of them the disk writer saves a real
 snapshot of the prompt, removes it and saves it again, without a pause: every page is hashed, written and synced each
 time. Each busy slice is compared with the quiet ones beside it, so that what else the machine does falls on both; the
 median of the ratios counts. The last line is JSON; the exit status is 1 below the goal.
@@ -31,6 +31,7 @@ from rekindle.snapshots.types import Snapshot
 from rekindle.snapshots.writer import DiskWriter, Save
 
 GOAL = 0.95
+MOST_ANSWERS = 50  # until there are as many pairs of slices as were asked for
 FINGERPRINT = "bb" * 16
 
 
@@ -69,16 +70,20 @@ class BusyWriter:
 
 
 class Slices:
-    """Takes the tokens of one answer and keeps the time of those whose slice was wholly busy or wholly quiet."""
+    """Takes the tokens of answers and keeps the time of those whose slice was wholly busy or wholly quiet."""
 
     def __init__(self, writer: BusyWriter, length: int) -> None:
-        self.done = threading.Event()
+        self.done = threading.Event()  # with the answer under way
         self.seconds: list[list[float]] = [[]]  # by slice, quiet ones first: seconds per token
         self._writer = writer
         self._length = length
         self._tokens = 0
         self._last = 0.0
         self._was_at_work = False
+
+    def begin_answer(self) -> None:
+        self._tokens = 0  # the time before its first token counts for no slice
+        self.done.clear()
 
     def take(self, event: Event) -> None:
         now = time.perf_counter()
@@ -97,7 +102,7 @@ class Slices:
         self._last, self._was_at_work = time.perf_counter(), self._writer.at_work
 
 
-def submit(built: Built, tokens: tuple[int, ...], answer: int, slices: Slices | None) -> threading.Event:
+def submit(built: Built, tokens: tuple[int, ...], answer: int, slices: Slices | None, id: str) -> threading.Event:
     done = slices.done if slices is not None else threading.Event()
 
     def take(event: Event) -> None:
@@ -107,7 +112,7 @@ def submit(built: Built, tokens: tuple[int, ...], answer: int, slices: Slices | 
     sink = slices.take if slices is not None else take
     built.engine.submit(
         Request(
-            f"bench-{answer}",
+            id,
             Prompt(tokens),
             Sampling(temperature=0),
             max_tokens=answer,
@@ -120,13 +125,27 @@ def submit(built: Built, tokens: tuple[int, ...], answer: int, slices: Slices | 
 
 def snapshot_of(built: Built, tokens: tuple[int, ...]) -> Snapshot:
     """What a server captures of this prompt."""
-    submit(built, tokens, 1, None).wait()
+    submit(built, tokens, 1, None, "prompt").wait()
     while built.engine.prefixes.known_length(tokens) < len(tokens):
         time.sleep(0.01)  # it is published a moment after the last event
     found = built.engine.prefixes.lookup(tokens)
     assert found.hit is not None, "the prompt was just run"
     found.hit.release()
     return found.hit.snapshot
+
+
+def decode(built: Built, tokens: tuple[int, ...], slices: Slices, wanted: int) -> None:
+    """Answers, until so many slices are full."""
+    for number in range(MOST_ANSWERS):
+        slices.begin_answer()
+        done = submit(built, tokens, built.context - len(tokens) - 1, slices, f"answer-{number}")
+        while not done.wait(0.2) and len(slices.seconds) <= wanted:
+            pass
+        built.engine.cancel(f"answer-{number}")
+        done.wait()
+        if len(slices.seconds) > wanted:
+            return
+    sys.exit(f"{MOST_ANSWERS} answers gave {len(slices.seconds) - 1} slices instead of {wanted}: make --slice smaller")
 
 
 def main() -> int:
@@ -144,11 +163,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
         writer = BusyWriter(folder, snapshot)
         slices = Slices(writer, options.slice)
-        done = submit(built, tokens, built.context - options.prompt - 1, slices)
-        while not done.wait(0.2) and len(slices.seconds) <= 2 * options.pairs + 1:
-            pass
-        built.engine.cancel(f"bench-{built.context - options.prompt - 1}")
-        done.wait()
+        decode(built, tokens, slices, 2 * options.pairs + 1)
         writer.close()
         saves, saved = writer.writer.saves, writer.writer.saved_bytes
     built.stop()

@@ -4,8 +4,9 @@
 
 A reference server without a cache answers every prompt first. Then a server with a cache folder is loaded with
 growing conversations by several clients at once and killed (SIGKILL) a random time after a random number of answers; it
-starts again on the same folder, and so on. Every answer that arrived whole must be the reference's, and after every kill `rekindle cache verify`
-must find every visible snapshot intact. Every tenth kill is told on stderr; the last line is JSON.
+starts again on the same folder, and so on. Every answer that arrived whole must be the reference's; after every kill
+`rekindle cache verify` must find every visible snapshot intact. Every tenth kill is told on stderr; the last line is
+JSON.
 """
 
 from __future__ import annotations

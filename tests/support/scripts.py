@@ -23,6 +23,7 @@ def run_script(
     env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), env.get("PYTHONPATH", "")])
     done = run_forked([str(SCRIPTS / name), *map(str, arguments)], env, timeout=600)
     assert done.returncode in ((0, 1) if misses_goal else (0,)), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     return done.stdout.splitlines()
 
 
