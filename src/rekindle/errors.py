@@ -10,6 +10,7 @@ RekindleError                  show its message to the user; the base of all
 ├── PoolFull                   no KV page is free; the engine lets the request wait, so no client sees it
 ├── SnapshotMismatch           a snapshot and the stage that should take it disagree
 ├── BadSnapshotFile            a file of the disk tier is truncated, altered or foreign
+├── TierUnavailable            a tier cannot be reached now; its snapshots stay, the prompt is computed meanwhile
 ├── CopyFailed                 state that was captured did not reach host memory; it is not published
 ├── StageLost                  a shard died or missed its deadline                             → 503
 ├── CpuExpertsLost             CPU threads for cold experts do not answer; needs a restart    → 503
@@ -64,6 +65,10 @@ class SnapshotMismatch(RekindleError):
 
 class BadSnapshotFile(RekindleError):
     """A file of the disk tier is truncated, altered, or from another model or version."""
+
+
+class TierUnavailable(RekindleError):
+    """A tier cannot load now: its machine or its disk does not answer. What it holds may be sound, so nothing is lost."""
 
 
 class CopyFailed(RekindleError):

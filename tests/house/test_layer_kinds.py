@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rekindle.layers.base import BLOCKS
+
 PACKAGE = Path(__file__).parents[2] / "src" / "rekindle"
 HOMES = {"layers", "spec", "models"}
 BASES = {"MixerSpec", "MixerBlock", "LayerState"}
-KINDS = {"attention", "delta"}
 
 
 def classes(path: Path) -> dict[str, set[str]]:
@@ -50,7 +51,7 @@ def _asks(node: ast.AST, kinds: set[str]) -> bool:
             types = any(isinstance(side, ast.Call) and _names(side.func) == {"type"} for side in sides)
             by_kind = any(isinstance(side, ast.Attribute) and side.attr == "kind" for side in sides)
             named = {value.value for side in sides for value in ast.walk(side) if isinstance(value, ast.Constant)}
-            return (types and any(_names(side) & kinds for side in sides)) or (by_kind and bool(named & KINDS))
+            return (types and any(_names(side) & kinds for side in sides)) or (by_kind and bool(named & BLOCKS.keys()))
         case ast.MatchClass(cls=asked):
             return bool(_names(asked) & kinds)
     return False

@@ -147,7 +147,7 @@ def test_the_pool_of_the_plan_is_what_was_reserved_for_it(
     plan = plan_or_skip(machine, spec, sizes, wishes)
     kv = {"bf16": 1024, "f16": 1024, "f32": 2048, "q8": 544}[wishes.kv_type]  # one token in one attention layer
     for stage in plan.stages:
-        assert stage.page_bytes == PAGE * kv * len(spec.attention_layers(stage.span))
+        assert stage.page_bytes == PAGE * kv * sum(spec.mixers[i].kind == "attention" for i in stage.span.layers)
         assert stage.bytes_of("KV pool") == stage.pool_pages * stage.page_bytes
         assert stage.pool_pages <= stage.full_pages == wishes.sequences * pages_for(wishes.context)
 

@@ -22,7 +22,7 @@ from support.paper_snapshots import FINGERPRINT, PaperModel, same
 from rekindle.api.metrics import Metrics
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
-from rekindle.errors import BadSnapshotFile
+from rekindle.errors import BadSnapshotFile, TierUnavailable
 from rekindle.prefix import Miss, PrefixCache, Tier
 from rekindle.prefix.disk import DiskTier
 from rekindle.prefix.ram import RamTier
@@ -327,6 +327,23 @@ def test_an_altered_object_is_a_miss_that_is_not_tried_again(far: House, model: 
     assert far.bucket.quarantined == {id: "an object has been altered"}
     assert cache.lookup(run(120)).miss is not Miss.BAD_FILE
     assert (cache.stats().bad_files, cache.stats().evictions["far:bad_file"]) == (1, 1)
+    cache.close()
+
+
+def test_a_tier_that_does_not_answer_costs_a_miss_and_loses_nothing(far: House, model: PaperModel) -> None:
+    def unreachable() -> None:
+        raise TierUnavailable("no route to the bucket")
+
+    cache, snapshot = far.cache(ram=0), model.snapshot(run(100))
+    cache.publish(snapshot, MESSAGE)
+    cache.flush()
+    far.bucket.before_get = unreachable
+    found = cache.lookup(run(120))
+    assert (found.hit, found.miss) == (None, Miss.UNAVAILABLE)
+    assert found.reason == "a longer snapshot lies in a tier that does not answer now"
+    far.bucket.before_get = lambda: None
+    assert found_in(cache, snapshot) == "far"
+    assert not far.bucket.quarantined
     cache.close()
 
 

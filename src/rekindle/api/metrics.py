@@ -167,12 +167,14 @@ def _cache_counters(status: EngineStatus) -> Iterable[Metric]:
         evictions.add_metric(which.split(":"), count)
     yield evictions
     yield CounterMetricFamily("rekindle_cache_published", "Snapshots published", cache.published)
-    yield CounterMetricFamily("rekindle_cache_saves", "Snapshots saved to disk", cache.saves)
+    yield CounterMetricFamily("rekindle_cache_saves", "Snapshots saved to tiers that outlive the process", cache.saves)
+    yield CounterMetricFamily("rekindle_cache_quarantined", "Snapshots found wrong", cache.quarantined)
     yield CounterMetricFamily("rekindle_cache_bad_files", "Files on disk that could not be used", cache.bad_files)
 
 
 def _cache_sizes(status: EngineStatus) -> Iterable[Metric]:
     cache = status.cache
+    yield GaugeMetricFamily("rekindle_cache_saves_waiting", "Snapshots that wait to be saved", cache.saves_waiting)
     for name, what, by_tier in (
         ("snapshots", "Snapshots in a tier", cache.entries),
         ("bytes", "Bytes that a tier takes", cache.bytes),

@@ -81,10 +81,6 @@ class ModelText:
         return self._template is not None and self._template.takes_tools
 
     @property
-    def template_source(self) -> str | None:
-        return self._template.source if self._template is not None else None
-
-    @property
     def efforts(self) -> Sequence[str]:
         return self._template.efforts if self._template is not None else ()
 

@@ -40,10 +40,6 @@ class TextPort(Protocol):
         """Whether the model's template writes tools into the prompt."""
 
     @property
-    def template_source(self) -> str | None:
-        """The model's chat template; None where it has none."""
-
-    @property
     def efforts(self) -> Sequence[str]:
         """The values of `reasoning_effort` that the template accepts; none where it does not read it."""
 

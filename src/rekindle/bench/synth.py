@@ -108,10 +108,6 @@ def shape_totals(shape: str) -> ShapeTotals:
     return ShapeTotals(dict(by_type), by_type.total(), round(per_token))
 
 
-def shape_names() -> tuple[str, ...]:
-    return tuple(SHAPES)
-
-
 def _shape(name: str) -> Shape:
     if name not in SHAPES:
         raise BadConfig(f"there is no synthetic shape {name!r}; there are {', '.join(SHAPES)}")

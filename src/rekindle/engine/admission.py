@@ -41,7 +41,7 @@ class Admission:
         self._roster.enqueue(sequence)
         background = self._roster.background
         if not sequence.background and not self._roster.free_slots and background:
-            background[-1].cancelled = True
+            background[-1].cancel()
 
     def take_loaded(self, sequence: Sequence) -> None:
         """A loader thread has read its snapshot, or failed to."""

@@ -1,9 +1,16 @@
 """The engine: one thread that turns requests into events.
 
 Its loop receives what other threads ask for, admits sequences to slots, schedules and launches steps, and collects the
-results of the oldest step. Each verb has a file of its own: inbox, admission (with restore, loader and twins), launch
-(with scheduler and pace), results; roster knows every live sequence and its state, endings and recovery say how
-requests end.
+results of the oldest step. Each verb has a file of its own:
+
+    receive    inbox, intake (a request becomes a sequence)
+    admit      admission, restore, loader (reads from slow tiers), twins (waiting for one another's prefix)
+    schedule   scheduler, chunks, pace, drafting (what is proposed), forcing (tokens that must come)
+    launch     launch, flight (a step under way), sampler, to_host
+    collect    results, publisher (captures → snapshots), account, sums
+    end        endings, recovery (a stage was lost), audit and audit_runs (restores computed again)
+
+roster knows every live sequence (sequence, state); router shares requests among replicas.
 """
 
 from __future__ import annotations

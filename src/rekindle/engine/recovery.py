@@ -70,7 +70,7 @@ class Recovery:
         log.warning("%s; it is not brought back, since the server is stopping", error)
         self._publisher.abandon()
         for sequence in self._roster.running:
-            sequence.in_flight = 0
+            sequence.drop_flights()
         self._endings.cancel_all()
 
     def fail_everything(self, error: Exception) -> None:

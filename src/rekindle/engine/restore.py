@@ -183,8 +183,7 @@ class Restorer:
             return None
         self._auditor.note(hit)
         self._note_context(sequence, slot, hit.position)
-        sequence.stand_at(hit.position)
-        sequence.stretches = list(hit.snapshot.stretches)
+        sequence.stand_at(hit.position, hit.snapshot.stretches)
         return Restored(first)
 
     def _note_context(self, sequence: Sequence, slot: int, position: int) -> None:

@@ -106,9 +106,7 @@ class Collector:
 
     def _collect_rows(self, result: Result) -> None:
         segment, sequence, rows, _ = result
-        sequence.in_flight -= 1
-        sequence.verifying = False
-        sequence.collected = segment.end
+        sequence.come_back(segment.end)
         with self._endings.isolated(sequence):
             if sequence.prefilling:
                 self._collect_chunk(result)
@@ -198,8 +196,7 @@ class Collector:
         self._totals.generated += 1
         if token in request.stop_tokens and not request.ignore_stop_tokens:
             return Ending(FinishReason.STOP, token)
-        sequence.tokens.append(token)
-        sequence.forcing.note(token)
+        sequence.add_token(token)
         sequence.emit(Token(token, _logprob(sequence, token)))
         if request.stop_when is not None and request.stop_when(token):
             return Ending(FinishReason.STOP)

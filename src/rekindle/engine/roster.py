@@ -46,12 +46,13 @@ class Roster:
     def cancel(self, request_id: str) -> None:
         """An id that is not here has ended."""
         if (sequence := self._by_id.get(request_id)) is not None:
-            sequence.cancelled = True
+            sequence.cancel()
 
     def cancel_background(self) -> None:
         """The server stops, and no request will come for what background work prepares."""
         for sequence in self.everyone():
-            sequence.cancelled |= sequence.background
+            if sequence.background:
+                sequence.cancel()
 
     @property
     def background(self) -> list[Sequence]:

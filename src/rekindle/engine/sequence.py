@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
+from collections.abc import Sequence as Sequential
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -191,9 +192,12 @@ class Sequence:
         needed = min((at for at in self.boundaries.kinds if at >= end), default=self.prefill_end)
         return max(0, end - max(self.position, needed - reach))
 
-    def stand_at(self, position: int) -> None:
-        """The state was restored there, and nothing is in flight."""
+    def stand_at(self, position: int, stretches: Sequential[Stretch] | None = None) -> None:
+        """The state was restored there, and nothing is in flight. stretches: how it was computed, where another run
+        did."""
         self.position = self.collected = position
+        if stretches is not None:
+            self.stretches = list(stretches)
 
     def start_over(self) -> None:
         """Its state is lost. Tokens that the client has stay; all of them run through a prefill again."""
@@ -225,6 +229,28 @@ class Sequence:
         self._record(end, self._how(alone), grid)
         self.position = end
 
+    def come_back(self, end: int) -> None:
+        """A batch with its tokens up to `end` came back."""
+        self.in_flight -= 1
+        self.verifying = False
+        self.collected = end
+
+    def drop_flights(self) -> None:
+        """The batches under way will not come back."""
+        self.in_flight = 0
+
+    def add_token(self, token: int) -> None:
+        """The next token of the answer."""
+        self.tokens.append(token)
+        self.forcing.note(token)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def promote(self) -> None:
+        """A request of a client waits for it: it is in the background no more."""
+        self.promoted = True
+
     def go_back(self, position: int) -> None:
         """The stages went back into the last block, which reached further."""
         self.position = self.collected = position
@@ -253,4 +279,4 @@ class Sequence:
             self.request.sink(event)
         except Exception:
             log.exception("the listener of request %s failed; the request is cancelled", self.request.id)
-            self.cancelled = True
+            self.cancel()

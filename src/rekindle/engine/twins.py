@@ -45,6 +45,6 @@ class Twins:
         boundary = max((cut for cut in other.boundaries.cuts if cut <= shared), default=0)
         under_way = boundary > other.collected or self._publisher.awaits(other, boundary)
         if under_way and boundary > self._prefixes.known_length(sequence.tokens[:shared], sequence.namespace):
-            other.promoted = True  # it is in the background no more: a client's request waits for it
+            other.promote()
             return True
         return False

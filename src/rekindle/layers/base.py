@@ -145,7 +145,7 @@ class FfnBlock(Protocol):
 
 
 AnyBlock = MixerBlock[Any, Any]
-_blocks: dict[str, type[AnyBlock]] = {}
+BLOCKS: dict[str, type[AnyBlock]] = {}  # by kind
 Block = TypeVar("Block", bound=type[AnyBlock])
 
 
@@ -153,16 +153,16 @@ def register_mixer(kind: str) -> Callable[[Block], Block]:
     """Class decorator: the block of every spec of this kind."""
 
     def register(block: Block) -> Block:
-        assert kind not in _blocks, f"{kind} is registered twice"
-        _blocks[kind] = block
+        assert kind not in BLOCKS, f"{kind} is registered twice"
+        BLOCKS[kind] = block
         return block
 
     return register
 
 
 def block_of(spec: MixerSpec) -> type[AnyBlock]:
-    assert spec.kind in _blocks, f"no block is registered for the mixer {spec.kind!r}, only for {list(_blocks)}"
-    return _blocks[spec.kind]
+    assert spec.kind in BLOCKS, f"no block is registered for the mixer {spec.kind!r}, only for {list(BLOCKS)}"
+    return BLOCKS[spec.kind]
 
 
 def page_shapes(spec: ModelSpec, span: Span, kv_type: str) -> dict[int, PageShape]:

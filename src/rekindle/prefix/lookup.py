@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
-from rekindle.errors import BadSnapshotFile
+from rekindle.errors import BadSnapshotFile, TierUnavailable
 from rekindle.prefix.catalogue import Catalogue, key_of
 from rekindle.prefix.index import Walk
 from rekindle.prefix.moves import Moves
@@ -16,6 +17,8 @@ from rekindle.prefix.tier import Tier
 from rekindle.prefix.types import Entry, Hit, Lookup, Miss
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots.types import Snapshot
+
+log = logging.getLogger("rekindle.prefix")
 
 CONTINUATIONS = 8  # named for one prefix at most; more answers to one prompt are hardly kept
 
@@ -98,21 +101,27 @@ class Lookups:
         return None, hurdle
 
     def _fetch(self, entry: Entry) -> tuple[Snapshot, Tier] | Miss:
-        """From memory, or from the fastest tier that can load it; a copy that cannot be loaded is quarantined."""
+        """From memory, or from the fastest tier that can load it; a copy that is bad is quarantined."""
         with self._lock:
             found = self._catalogue.at_hand(entry)
             if found is not None:
                 return found
             held = self._catalogue.held(entry)
+        hurdle = Miss.EVICTED
         for tier, id in held:
             try:
                 snapshot = tier.load(id)
+            except TierUnavailable as error:
+                log.warning("the %s tier cannot load a snapshot of %d tokens now: %s", tier.name, entry.position, error)
+                hurdle = Miss.UNAVAILABLE
+                continue
             except BadSnapshotFile as error:
                 self._quarantine(entry, tier, id, str(error))
+                hurdle = Miss.BAD_FILE
                 continue
             self._moves.promote(entry, snapshot)
             return snapshot, tier
-        return Miss.BAD_FILE if held else Miss.EVICTED
+        return hurdle
 
     def _quarantine(self, entry: Entry, tier: Tier, id: str, reason: str) -> None:
         """One tier's copy only: another tier's may be sound."""

@@ -94,14 +94,17 @@ class Tier(Protocol):
         """Bytes it takes now; what several snapshots share counts once."""
 
     def open(self, room: Room) -> Iterable[Inherited]:
-        """Once, before any other call: what it holds already, the least recently used first."""
+        """Once, before any other call: what it holds already, the least recently used first. What another process adds
+        to the same place later is not seen before the next start."""
 
     def add(self, offer: Offer, wait: bool = False) -> bool:
         """Take an offer, or refuse it at once. Does not wait for storage; with `wait` (at shutdown) it may wait for a
         place in its queue. A tier that is not instant keeps its budget by asking for room before it writes."""
 
     def load(self, id: str) -> Snapshot:
-        """The snapshot, verified, bit for bit what was added; raises BadSnapshotFile. The last use is noted."""
+        """The snapshot, verified, bit for bit what was added. The last use is noted. Raises BadSnapshotFile where the
+        copy is bad: it is quarantined for good. Raises TierUnavailable where the tier cannot be reached, or not in
+        time: the copy stays and is tried again at the next lookup."""
 
     def remove(self, id: str) -> None:
         """Evicted. Nothing happens if the id is unknown."""

@@ -28,6 +28,7 @@ class Miss(StrEnum):
     NO_BOUNDARY = "no_boundary"  # more was seen, but no snapshot lies between the hit and the divergence
     NO_LOGITS = "no_logits"  # a snapshot as long as the prompt has no logits to sample from
     BAD_FILE = "bad_file"  # a longer snapshot could not be read back
+    UNAVAILABLE = "unavailable"  # a longer snapshot lies in a tier that does not answer
     EVICTED = "evicted"  # a longer snapshot was evicted while it was looked up
     PROMPT_LOGPROBS = "prompt_logprobs"  # every token's logits were asked for, and a snapshot has none but the last
 
@@ -119,6 +120,8 @@ class Lookup:
                 return "the snapshot at the prompt's end has no logits"
             case Miss.BAD_FILE:
                 return "a longer snapshot on disk could not be used and was quarantined"
+            case Miss.UNAVAILABLE:
+                return "a longer snapshot lies in a tier that does not answer now"
             case Miss.EVICTED:
                 return "a longer snapshot was evicted while it was looked up"
             case Miss.PROMPT_LOGPROBS:

@@ -64,15 +64,6 @@ class ModelSpec:
         """Of a model whose DeltaNet layers, if it has some, are all alike."""
         return next(iter(self.mixers_of(DeltaSpec)), None)
 
-    def attention_layers(self, span: Span | None = None) -> tuple[int, ...]:
-        return self._layers_with(AttentionSpec, span)
-
-    def delta_layers(self, span: Span | None = None) -> tuple[int, ...]:
-        return self._layers_with(DeltaSpec, span)
-
-    def _layers_with(self, kind: type[MixerSpec], span: Span | None) -> tuple[int, ...]:
-        return tuple(i for i in (span or self.whole).layers if isinstance(self.mixers[i], kind))
-
     @property
     def identity(self) -> str:
         """What the fingerprint hashes of the numbers: all but the display name. Snapshots on disk are found by it, so

@@ -102,11 +102,6 @@ def open_drafter(path: str | Path) -> DrafterFile:
     return _open_gguf(path)
 
 
-def is_drafter(metadata: Mapping[str, Any]) -> bool:
-    """Whether a GGUF file is one, by its metadata."""
-    return metadata.get("general.architecture") in ARCHITECTURES
-
-
 # Folders
 
 

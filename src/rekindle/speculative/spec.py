@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from rekindle.errors import BadModelFile
 from rekindle.spec import ModelSpec, Shapes
 
+DEFAULT_TAPS = 5  # of files that do not name theirs
+
 
 @dataclass(frozen=True, slots=True)
 class DraftLayer:
@@ -121,7 +123,7 @@ class DrafterSpec:
             raise BadModelFile(f"{name} chooses among {self.vocab} tokens, {target.name} has {target.vocab}")
 
 
-def default_taps(layers: int, count: int = 5) -> tuple[int, ...]:
+def default_taps(layers: int) -> tuple[int, ...]:
     """Where files that name no taps were trained to read: evenly from the second layer on."""
-    step = (layers - 2) // (count - 1)
-    return tuple(1 + index * step for index in range(count))
+    step = (layers - 2) // (DEFAULT_TAPS - 1)
+    return tuple(1 + index * step for index in range(DEFAULT_TAPS))

@@ -24,14 +24,14 @@ def packed_values(packed: Packed) -> Tensor:
     codes = _codes(packed).float()  # [rows, blocks, 32]
     scales = packed.scales[..., None]
     if packed.type in ("Q4_K", "Q5_K"):
-        d, dmin = (_per_block(part, packed) for part in _halves(_super_scales(packed)))
+        d, dmin = (_per_block(part) for part in _halves(_super_scales(packed)))
         values = d * (scales & 255).float() * codes - dmin * (scales >> 8 & 255).float()
     elif packed.type == "Q6_K":
         halves = torch.cat((scales << 8 >> 8, scales >> 8), dim=-1).float()  # both signed
-        d = _per_block(_super_scales(packed), packed) * halves
+        d = _per_block(_super_scales(packed)) * halves
         values = d.repeat_interleave(16, dim=-1) * (codes - 32)
     elif packed.type == "IQ4_XS":
-        d = _per_block(_super_scales(packed), packed) * scales.float()
+        d = _per_block(_super_scales(packed)) * scales.float()
         values = d * _looked_up(codes)
     elif packed.type in ("Q4_1", "Q5_1"):
         d, least = (part[..., None] for part in _halves(packed.scales))
@@ -93,7 +93,7 @@ def _super_scales(packed: Packed) -> Tensor:
     return packed.super_scales
 
 
-def _per_block(super_scales: Tensor, packed: Packed) -> Tensor:
+def _per_block(super_scales: Tensor) -> Tensor:
     """[rows, blocks / 8] -> [rows, blocks, 1]."""
     return super_scales.repeat_interleave(8, dim=1)[..., None]
 

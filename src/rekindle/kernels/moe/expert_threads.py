@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from rekindle.kernels import native
-from rekindle.kernels.matmul.packing import GROUPED
 from rekindle.kernels.moe.types import ExpertStack
 
 log = logging.getLogger("rekindle.kernels")
 
 MOST = 32  # threads
+READS = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}  # types that the C has products for, by its numbers
 Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
@@ -66,13 +66,13 @@ class ExpertThreads:
 def describe(stacks: Sequence[ExpertStack]) -> Tensor | None:
     """What the threads must know of a layer: int64, in host memory. None if they cannot read its types."""
     gate, _, down = stacks
-    if any(stack.planes.type not in GROUPED for stack in stacks):
+    if any(stack.planes.type not in READS for stack in stacks):
         return None
     numbers = [gate.rows, down.rows]
     for stack in stacks:
         planes = stack.planes
         named = (planes.codes, planes.high_bits, planes.scales, planes.super_scales)
-        numbers += [int(planes.type[1]), *(0 if plane is None else plane.data_ptr() for plane in named)]
+        numbers += [READS[planes.type], *(0 if plane is None else plane.data_ptr() for plane in named)]
     return torch.tensor(numbers, dtype=torch.int64)
 
 

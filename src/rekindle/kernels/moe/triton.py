@@ -132,7 +132,6 @@ def _fits_pairs(packed: tuple[Packed | None, Packed | None, Packed | None], widt
 def by_group(
     h: Tensor, ids: Tensor, weights: Tensor, gate: ExpertStack, up: ExpertStack, down: ExpertStack,
     shared: SharedExpert | None, expanding: bool,
-    up_tile: groups.GroupConfig | None = None, down_tile: groups.GroupConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Each expert's weights are read once per tile of its pairs; `expanding` turns them into values beforehand."""
     hidden = h.shape[1]
@@ -143,8 +142,8 @@ def by_group(
     inner = torch.empty(pairs, gate.rows, dtype=h.dtype, device=h.device)
     shares = torch.empty(pairs, hidden, dtype=torch.float32, device=h.device)
     tile = groups.group_config(h.device, density, expanding)
-    groups.run_grouped(h, order, starts, weights, inner, [gate, up], used, up_tile or tile, expanding)
-    groups.run_grouped(inner, order, starts, weights, shares, [down], used, down_tile or tile, expanding)
+    groups.run_grouped(h, order, starts, weights, inner, [gate, up], used, tile, expanding)
+    groups.run_grouped(inner, order, starts, weights, shares, [down], used, tile, expanding)
     return _combined(h, shares, used, shared)
 
 

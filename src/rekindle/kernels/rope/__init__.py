@@ -57,7 +57,7 @@ def norm_rope_store(
         from rekindle.kernels.rope import triton
 
         return triton.norm_rope_store(q, k, v, q_weight, k_weight, eps, frequencies, kv, ragged)
-    if cpu.reads(q, kv):
+    if cpu.reads(kv):
         return cpu.norm_rope_store(q, k, v, q_weight, k_weight, eps, frequencies, kv, ragged)
     q, k = norm_rope(q, k, q_weight, k_weight, eps, ragged.row_positions, frequencies)
     attention.store_kv(kv, k, v, ragged)

@@ -10,7 +10,7 @@ from rekindle.kernels.attention.cpu import KV_TYPES
 from rekindle.kernels.ragged import Ragged
 
 
-def reads(q: Tensor, kv: Tensor) -> bool:
+def reads(kv: Tensor) -> bool:
     return not kv.is_cuda and native.library() is not None
 
 
