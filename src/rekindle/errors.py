@@ -68,7 +68,7 @@ class BadSnapshotFile(RekindleError):
 
 
 class TierUnavailable(RekindleError):
-    """A tier cannot load now: its machine or its disk does not answer. What it holds may be sound, so nothing is lost."""
+    """A tier cannot load now: its machine or its disk does not answer. What it holds may be sound and is kept."""
 
 
 class CopyFailed(RekindleError):
