@@ -206,7 +206,9 @@ class PaperCache:
     short_hits: Mapping[str, int] = field(default_factory=lambda: {"no_boundary": 4})
     published: int = 11
     evictions: Mapping[str, int] = field(default_factory=lambda: {"ram:to_disk": 6})
+    quarantined: int = 1
     saves: int = 9
+    saves_waiting: int = 2
     refused_saves: Mapping[str, int] = field(default_factory=lambda: {"queue": 1})
     bad_files: int = 1
     entries: Mapping[str, int] = field(default_factory=lambda: {"ram": 8, "disk": 9})

@@ -18,6 +18,8 @@ def test_the_metrics_tell_tiers_misses_evictions_saves_bad_files_and_audits(fres
         'rekindle_cache_evictions_total{outcome="to_disk",tier="ram"} 6.0',
         "rekindle_cache_published_total 11.0",
         "rekindle_cache_saves_total 9.0",
+        "rekindle_cache_saves_waiting 2.0",
+        "rekindle_cache_quarantined_total 1.0",
         'rekindle_cache_refused_saves_total{reason="queue"} 1.0',
         "rekindle_cache_bad_files_total 1.0",
         "rekindle_audits_total 7.0",
