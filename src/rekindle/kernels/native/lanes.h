@@ -75,6 +75,20 @@ INLINE float sum_f(F v) {
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
+/* to[i] = sum_f(v[i]), sixteen at once. */
+enum { SUMS = 16 };
+INLINE void sums_f(const F *v, float *to) {
+    __m512 four[4];
+    for (int r = 0; r < 4; r++) { /* a quarter of four[r] belongs to v[r], the next one to v[r + 4] … */
+        __m512 a = (__m512)v[r], b = (__m512)v[r + 4], c = (__m512)v[r + 8], d = (__m512)v[r + 12];
+        a = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+        c = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+        four[r] = _mm512_add_ps(_mm512_shuffle_f32x4(a, c, 0x88), _mm512_shuffle_f32x4(a, c, 0xdd));
+    }
+    __m512 first = _mm512_add_ps(_mm512_shuffle_ps(four[0], four[1], 0x44), _mm512_shuffle_ps(four[0], four[1], 0xee));
+    __m512 second = _mm512_add_ps(_mm512_shuffle_ps(four[2], four[3], 0x44), _mm512_shuffle_ps(four[2], four[3], 0xee));
+    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_shuffle_ps(first, second, 0x88), _mm512_shuffle_ps(first, second, 0xdd)));
+}
 
 #elif LANES == 8
 
@@ -97,6 +111,17 @@ INLINE float sum_f(F v) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+enum { SUMS = 8 };
+INLINE void sums_f(const F *v, float *to) {
+    __m256 two[4];
+    for (int r = 0; r < 4; r++) {
+        __m256 a = (__m256)v[r], b = (__m256)v[r + 4];
+        two[r] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    }
+    __m256 first = _mm256_add_ps(_mm256_shuffle_ps(two[0], two[1], 0x44), _mm256_shuffle_ps(two[0], two[1], 0xee));
+    __m256 second = _mm256_add_ps(_mm256_shuffle_ps(two[2], two[3], 0x44), _mm256_shuffle_ps(two[2], two[3], 0xee));
+    _mm256_storeu_ps(to, _mm256_add_ps(_mm256_shuffle_ps(first, second, 0x88), _mm256_shuffle_ps(first, second, 0xdd)));
 }
 
 #elif defined(__aarch64__)
@@ -170,6 +195,13 @@ INLINE float sum_f(F v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 INLINE float fma_1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else
 INLINE float fma_1(float a, float b, float c) { return a * b + c; }
+#endif
+
+#if LANES == 4
+enum { SUMS = 8 };
+INLINE void sums_f(const F *v, float *to) {
+    for (int i = 0; i < SUMS; i++) to[i] = sum_f(v[i]);
+}
 #endif
 
 INLINE F pick_f(I where, F yes, F no) { return (F)((where & (I)yes) | (~where & (I)no)); }
