@@ -52,7 +52,7 @@ def lanes(matrix: Matrix) -> Lanes:
 def in_sixteen_bits(x: Tensor) -> Tensor:
     """The definition of what the integer products take for x."""
     blocks = x.unflatten(-1, (-1, 32))
-    scales = blocks.abs().amax(-1, keepdim=True) / 32767
+    scales = blocks.abs().amax(-1, keepdim=True) / 32639
     return ((blocks / scales.clamp_min(1e-30)).round() * scales).flatten(-2)
 
 

@@ -26,6 +26,7 @@ typedef uint32_t U __attribute__((vector_size(4 * LANES)));
 typedef int16_t S __attribute__((vector_size(4 * LANES)));
 typedef float F __attribute__((vector_size(4 * LANES)));
 typedef int32_t AnyI __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef int32_t AnyWord __attribute__((aligned(1), may_alias));
 typedef float AnyF __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 
 INLINE I load_i(const void *at) { return *(const AnyI *)at; }
@@ -62,8 +63,11 @@ INLINE F brains_f(const void *at) {
 }
 INLINE F bytes_f(const void *at) { return to_f((I)_mm512_cvtepu8_epi32(_mm_loadu_si128(at))); }
 INLINE F signed_bytes_f(const void *at) { return to_f((I)_mm512_cvtepi8_epi32(_mm_loadu_si128(at))); }
-/* acc + the products of the two 16-bit numbers in every lane of w with the two of x. */
-INLINE I dot(I acc, I w, int32_t x) { return (I)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, (__m512i)all_i(x)); }
+/* acc + the products of the four bytes in every lane of w, which have no sign, with the four at x, which have one. */
+INLINE I dot(I acc, I w, const void *x) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const AnyWord *)x)); /* compilers load x by itself */
+    return acc;
+}
 INLINE I look_up(const int8_t *table, I codes) {
     __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table));
     return (I)_mm512_shuffle_epi8(all, (__m512i)codes);
@@ -101,7 +105,8 @@ INLINE F halves_f(const void *at) { return (F)_mm256_cvtph_ps(_mm_loadu_si128(at
 INLINE F brains_f(const void *at) { return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), 16); }
 INLINE F bytes_f(const void *at) { return to_f((I)_mm256_cvtepu8_epi32(_mm_loadl_epi64(at))); }
 INLINE F signed_bytes_f(const void *at) { return to_f((I)_mm256_cvtepi8_epi32(_mm_loadl_epi64(at))); }
-INLINE I dot(I acc, I w, int32_t x) { return acc + (I)_mm256_madd_epi16((__m256i)w, (__m256i)all_i(x)); }
+/* acc + the products of the two 16-bit numbers in every lane of w with the two at x. */
+INLINE I dot(I acc, I w, const void *x) { return acc + (I)_mm256_madd_epi16((__m256i)w, (__m256i)all_i(word_at(x))); }
 INLINE I look_up(const int8_t *table, I codes) {
     __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table));
     return (I)_mm256_shuffle_epi8(all, (__m256i)codes);
@@ -141,8 +146,8 @@ INLINE F signed_bytes_f(const void *at) {
     int16x8_t wide = vmovl_s8(vcreate_s8((uint32_t)word_at(at)));
     return (F)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
 }
-INLINE I dot(I acc, I w, int32_t x) {
-    int16x8_t codes = (int16x8_t)w, by = vreinterpretq_s16_s32(vdupq_n_s32(x));
+INLINE I dot(I acc, I w, const void *x) {
+    int16x8_t codes = (int16x8_t)w, by = vreinterpretq_s16_s32(vdupq_n_s32(word_at(x)));
     int32x4_t low = vmull_s16(vget_low_s16(codes), vget_low_s16(by)), high = vmull_high_s16(codes, by);
     return acc + (I)vpaddq_s32(low, high);
 }
@@ -175,7 +180,10 @@ INLINE F signed_bytes_f(const void *at) {
     const int8_t *b = at;
     return to_f((I){b[0], b[1], b[2], b[3]});
 }
-INLINE I dot(I acc, I w, int32_t x) { return acc + ((w << 16) >> 16) * (int32_t)(int16_t)x + (w >> 16) * (x >> 16); }
+INLINE I dot(I acc, I w, const void *x) {
+    int32_t both = word_at(x);
+    return acc + ((w << 16) >> 16) * (int32_t)(int16_t)both + (w >> 16) * (both >> 16);
+}
 INLINE I look_up(const int8_t *table, I codes) {
     uint8_t bytes[16];
     memcpy(bytes, &codes, 16);
