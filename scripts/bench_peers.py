@@ -5,13 +5,13 @@
 
 Without --model and --shape: the embedded model, a dense hybrid of 1 B and a MoE hybrid of 2 B (written to --folder),
 and the files named with --also. Each side is a process of its own on the same cores; they take turns, round by round,
-with fresh random prompts. While one answers the other waits for a line; what it burns of a core meanwhile is in the JSON
-as `awake`. One table has the medians and the share of the memory bandwidth: bytes that a token moves · decode ÷ the
+with fresh random prompts. While one answers the other waits for a line; what it burns of a core meanwhile is in the
+JSON as `awake`. One table has the medians and the share of the memory bandwidth: bytes a token moves · decode ÷ the
 speed of copies in the same run. A speed is work divided by the time of whole calls: prefill is
-PROMPT / t(PROMPT tokens, one answered), decode is ANSWER / (t(16 tokens, ANSWER + 1 answered) - t(16, 1)). llama.cpp's
-threads spin while they wait for one another, so that beside other work its wall-clock speeds collapse: --cpu-time divides
-by CPU seconds instead, with one thread each. Where xllamacpp is not installed Rekindle runs alone. One line of JSON per
-model.
+PROMPT / t(PROMPT tokens, one answered), decode is ANSWER / (t(16 tokens, ANSWER + 1 answered) - t(16, 1)).
+llama.cpp's threads spin while they wait for one another, so that beside other work its wall-clock speeds collapse:
+--cpu-time divides by CPU seconds instead, with one thread each. Where xllamacpp is not installed Rekindle runs alone.
+One line of JSON per model.
 """
 
 from __future__ import annotations
