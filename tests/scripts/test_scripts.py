@@ -125,12 +125,14 @@ def test_writes_beside_decode_are_measured(golden: Path) -> None:
 
 def test_the_smallest_comparison_runs_beside_a_peer(tmp_path: Path) -> None:
     """The real one where it is installed, else one of paper that answers at once."""
-    small = ["--prompt", "24", "--answer", "3", "--rounds", "1", "--rest", "0", "--threads", "1", "--verify"]
+    small = ["--prompt", "24", "--answer", "3", "--rounds", "1", "--rest", "1", "--threads", "1", "--verify"]
     peers = () if importlib.util.find_spec("xllamacpp") else (TESTS / "support" / "peers",)
     shape = ["--shape", "tiny-moe", "--folder", str(tmp_path), "--cpu-time"]
     told = result_of("bench_peers.py", *shape, *small, paths=peers)
     assert told["model"] == "tiny-moe"
-    assert all(speed > 0 for name in ("rekindle", "llama.cpp") for both in told[name].values() for speed in both)
+    speeds = [told[name][work] for name in ("rekindle", "llama.cpp") for work in ("prefill", "decode")]
+    assert all(speed > 0 for one in speeds for speed in one)
+    assert told["rekindle"]["awake"] < 0.5, "a side that waits for its turn sleeps"
     assert told["verify"] > 0 and told["share"] > 0
 
 
@@ -138,7 +140,7 @@ def test_rekindle_is_measured_alone_where_there_is_no_peer(tmp_path: Path) -> No
     (tmp_path / "xllamacpp.py").write_text("raise ImportError('not here')")
     small = ["--prompt", "24", "--answer", "3", "--rounds", "1", "--rest", "0", "--threads", "1"]
     told = result_of("bench_peers.py", "--shape", "tiny", "--folder", tmp_path, *small, paths=(tmp_path,))
-    assert "llama.cpp" not in told and all(speed > 0 for both in told["rekindle"].values() for speed in both)
+    assert "llama.cpp" not in told and told["rekindle"]["prefill"][0] > 0 < told["rekindle"]["decode"][0]
 
 
 # Benches of a GPU

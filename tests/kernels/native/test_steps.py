@@ -141,6 +141,34 @@ def test_attention(kv_type: str, dim: int, position: int, rows: int, make_ragged
     torch.testing.assert_close(gated, naive_attention.sigmoid_gate(want, gate), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kv_type", ["f32", "bf16"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 40), (6, 2, 64), (2, 2, 7), (8, 1, 128), (128, 2, 24)])
+@pytest.mark.parametrize("position", [0, 45, 1010])
+def test_a_row_attends_with_the_same_bits_alone_and_among_others(
+    kv_type: str, heads: int, kv_heads: int, dim: int, position: int, make_ragged: MakeRagged
+) -> None:
+    most = 33  # from 1010 on they lie on both sides of the edge between two groups of pages
+    kv, q = filled(kv_type, position + most, kv_heads, dim), drawn(most, heads, dim)
+
+    def attended(first: int, rows: int) -> Tensor:
+        return attention.attend(q[first : first + rows], kv, make_ragged([(0, position + first, rows)]), dim**-0.5)
+
+    alone = torch.cat([attended(row, 1) for row in range(most)])
+    assert not alone.isnan().any()
+    for rows in range(2, most + 1):
+        assert torch.equal(attended(0, rows), alone[:rows]), rows
+        assert torch.equal(attended(most - rows, rows), alone[-rows:]), rows
+
+
+def test_what_is_no_number_in_a_later_row_does_not_reach_an_earlier_one(make_ragged: MakeRagged) -> None:
+    kv, q = filled("f32", 40, 2, 32), drawn(8, 6, 32)
+    clean = attention.attend(q, kv, make_ragged([(0, 32, 8)]), 0.2)
+    kv[0, 1, 37] = torch.nan
+    spoiled = attention.attend(q, kv, make_ragged([(0, 32, 8)]), 0.2)
+    assert torch.equal(spoiled[:5], clean[:5])
+    assert spoiled[5:].isnan().all()
+
+
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16", "q8"])
 @pytest.mark.parametrize("rows", [1, 19])
 def test_turning_and_storing(kv_type: str, rows: int, make_ragged: MakeRagged) -> None:

@@ -1,8 +1,8 @@
 /* Rotary positions, the KV pages, and attention over them.
 
 Pages are attended in groups of GROUP_PAGES, in ascending position; a group gives its weighted values and its log-sum-exp,
-and groups are merged by that. Attending the same groups one by one and merging them gives the same bits. A single row
-takes dot products along the keys; more rows take products of small tiles, in which a row does not see its neighbours. */
+and groups are merged by that. Attending the same groups one by one and merging them gives the same bits. Every number has
+one order of sums, so that a row gets the same bits alone and among others. */
 
 #include "norms.h"
 #include "pool.h"
@@ -10,7 +10,7 @@ takes dot products along the keys; more rows take products of small tiles, in wh
 
 enum { PAGE = 64, GROUP_PAGES = 16, KEYS = PAGE * GROUP_PAGES };
 enum { KV_F32, KV_BF16, KV_F16, KV_Q8 };
-enum { COMBOS = 64 }; /* pairs of a row and a head that a task of many rows takes */
+enum { COMBOS = 64 }; /* pairs of a row and a head that a task takes at most */
 enum { Q8_BLOCK = 32 };
 
 typedef struct {
@@ -175,7 +175,7 @@ typedef struct { /* consecutive rows of one segment over pages that ascend */
     const int32_t *pages;
     const int64_t *firsts;   /* the position of each page's first key */
     const int64_t *row_places; /* up to which a row sees */
-    int64_t rows, heads, count, many; /* many: tiles, also where few rows of them are left */
+    int64_t rows, heads, count; /* count: of pages */
     float scale;
     Kv kv;
     float *out, *lse; /* [rows, heads, dim], [rows, heads] */
@@ -213,23 +213,41 @@ static float soften(float *scores, int64_t count, float scale, float *total) { /
     return most;
 }
 
-/* ⟨a, b⟩ for four b, `stride` apart, or fewer: each in lanes, then what is left one by one. */
-INLINE void dot_rows(const int count, const float *a, const float *b, int64_t stride, int64_t n, float *to) {
-    F total[4], other[4];
-    float rest[4];
+/* to[c][key] = ⟨q[c], k[key]⟩: in lanes, then across them, then what is left one by one. */
+INLINE void dot_tile(const int combos, const float *const *q, const float *const *k, int64_t n, float (*to)[4]) {
+    F sum[SUMS / 4][4];
     int64_t i = 0;
-    for (int r = 0; r < count; r++) total[r] = other[r] = all_f(0);
-    for (; i + 2 * LANES <= n; i += 2 * LANES) {
-        F first = load_f(a + i), second = load_f(a + i + LANES);
-        for (int r = 0; r < count; r++) {
-            total[r] = fma_f(first, load_f(b + r * stride + i), total[r]);
-            other[r] = fma_f(second, load_f(b + r * stride + i + LANES), other[r]);
-        }
+    for (int c = 0; c < SUMS / 4; c++)
+        for (int r = 0; r < 4; r++) sum[c][r] = all_f(0);
+    for (; i + LANES <= n; i += LANES) {
+        F key[4];
+        for (int r = 0; r < 4; r++) key[r] = load_f(k[r] + i);
+        for (int c = 0; c < combos; c++)
+            for (int r = 0; r < 4; r++) sum[c][r] = fma_f(load_f(q[c] + i), key[r], sum[c][r]);
     }
-    for (int r = 0; r < count; r++) {
-        rest[r] = 0;
-        for (int64_t left = i; left < n; left++) rest[r] = fma_1(a[left], b[r * stride + left], rest[r]);
-        to[r] = sum_f(total[r] + other[r]) + rest[r];
+    sums_f(sum[0], to[0]);
+    for (; i < n; i++)
+        for (int c = 0; c < combos; c++)
+            for (int r = 0; r < 4; r++) to[c][r] = fma_1(q[c][i], k[r][i], to[c][r]);
+}
+
+/* Queries times keys of a page, whose rows lie `stride` apart. Scores are written by fours: the last ones may be of no key. */
+static void score_page(float *const *q, int64_t combos, const float *k, int64_t stride, int64_t keys, int64_t dim, float *const *to) {
+    for (int64_t key = 0; key < keys; key += 4) {
+        const float *four[4];
+        for (int64_t r = 0; r < 4; r++) four[r] = k + (key + r < keys ? key + r : keys - 1) * stride;
+        for (int64_t c = 0; c < combos; c += SUMS / 4) {
+            const float *const *some = (const float *const *)q + c;
+            float tile[SUMS / 4][4];
+            int64_t left = combos - c < SUMS / 4 ? combos - c : SUMS / 4;
+            if (left == SUMS / 4)
+                dot_tile(SUMS / 4, some, four, dim, tile);
+            else if (left == 3)
+                dot_tile(SUMS / 4 > 2 ? 3 : 1, some, four, dim, tile);
+            else
+                left == 2 ? dot_tile(2, some, four, dim, tile) : dot_tile(1, some, four, dim, tile);
+            for (int64_t i = 0; i < left; i++) memcpy(to[c + i] + key, tile[i], sizeof tile[i]);
+        }
     }
 }
 
@@ -267,10 +285,18 @@ static void add_columns(const float *const *a, int64_t count, const float *b, in
             for (int64_t i = 0; i < count; i++) to[c][n] = fma_1(a[c][i], b[i * stride + n], to[c][n]);
 }
 
-static void add_products(float **a, int64_t count, const float *b, int64_t stride, float **to, int64_t columns, int64_t combos) {
-    int64_t c = 0;
-    for (; c + 4 <= combos; c += 4) add_columns((const float *const *)a + c, count, b, stride, (float *const *)to + c, 0, columns, 4);
-    for (; c < combos; c++) add_columns((const float *const *)a + c, count, b, stride, (float *const *)to + c, 0, columns, 1);
+/* to[c] += Σ over i < counts[c] of a[c][i] · b[i], for each c in ascending i. */
+static void add_products(float *const *a, const int64_t *counts, const float *b, int64_t stride, float *const *to, int64_t columns, int64_t combos) {
+    const float *const *from = (const float *const *)a;
+    for (int64_t c = 0; c < combos; c += 4) {
+        int64_t some = combos - c < 4 ? combos - c : 4, common = some < 4 ? 0 : counts[c];
+        for (int64_t i = 0; i < some; i++) common = counts[c + i] < common ? counts[c + i] : common;
+        if (common) add_columns(from + c, common, b, stride, to + c, 0, columns, 4);
+        for (int64_t i = c; i < c + some; i++) {
+            const float *rest = a[i] + common;
+            if (counts[i] > common) add_columns(&rest, counts[i] - common, b + common * stride, stride, to + i, 0, columns, 1);
+        }
+    }
 }
 
 /* Keys (0) or values (1) of a page as float rows `stride` apart: where they lie, or expanded in `room` [PAGE, dim]. */
@@ -284,66 +310,39 @@ static const float *page_rows(const Part *p, int64_t page, int which, int64_t ke
     return room;
 }
 
-/* One row, all heads of one kv head: along the keys. */
-static void attend_row(const Part *p, int64_t kv_head, float *room) {
-    int64_t dim = p->kv.dim, share = p->heads / p->kv.kv_heads, limit = visible(p, p->row_places[0]), stride;
-    float *scores = room, *values = room + share * KEYS, *a[share], *to[share];
-    const float *q = p->q + kv_head * share * dim;
-    for (int64_t at = 0; at < limit; at += PAGE) {
-        int64_t keys = limit - at < PAGE ? limit - at : PAGE, key = 0;
-        const float *k = page_rows(p, p->pages[at / PAGE], 0, keys, kv_head, values, &stride);
-        for (; key + 4 <= keys; key += 4)
-            for (int64_t h = 0; h < share; h++) dot_rows(4, q + h * dim, k + key * stride, stride, dim, scores + h * KEYS + at + key);
-        for (; key < keys; key++)
-            for (int64_t h = 0; h < share; h++) dot_rows(1, q + h * dim, k + key * stride, stride, dim, scores + h * KEYS + at + key);
-    }
-    for (int64_t h = 0; h < share; h++) {
-        float total, most = soften(scores + h * KEYS, limit, p->scale, &total);
-        p->lse[kv_head * share + h] = most + logf(total);
-        a[h] = scores + h * KEYS;
-        to[h] = p->out + (kv_head * share + h) * dim;
-        memset(to[h], 0, (size_t)dim * 4);
-        for (int64_t key = 0; key < limit; key++) a[h][key] /= total;
-    }
-    for (int64_t at = 0; at < limit; at += PAGE) {
-        int64_t keys = limit - at < PAGE ? limit - at : PAGE;
-        const float *v = page_rows(p, p->pages[at / PAGE], 1, keys, kv_head, values, &stride);
-        add_products(a, keys, v, stride, to, dim, share);
-        for (int64_t h = 0; h < share; h++) a[h] += keys;
-    }
-}
+static int64_t clamped(int64_t n, int64_t most) { return n < 0 ? 0 : n > most ? most : n; }
 
 /* Some rows, all heads of one kv head, page by page. */
 static void attend_tile(const Part *p, int64_t first, int64_t rows, int64_t kv_head, float *room) {
     int64_t dim = p->kv.dim, share = p->heads / p->kv.kv_heads, combos = rows * share, limit = visible(p, p->row_places[first + rows - 1]);
-    float *scores = room, *turned = room + combos * KEYS, *values = turned + dim * PAGE;
-    int64_t stride;
-    float *a[COMBOS > 64 ? COMBOS : 64], *to[COMBOS > 64 ? COMBOS : 64];
-    for (int64_t c = 0; c < combos; c++) a[c] = (float *)p->q + ((first + c / share) * p->heads + kv_head * share + c % share) * dim;
-    memset(scores, 0, (size_t)(combos * KEYS) * 4);
+    float *scores = room, *values = room + combos * KEYS, *a[COMBOS], *to[COMBOS];
+    int64_t stride, seen[COMBOS], counts[COMBOS];
+    for (int64_t c = 0; c < combos; c++) {
+        a[c] = (float *)p->q + ((first + c / share) * p->heads + kv_head * share + c % share) * dim;
+        seen[c] = visible(p, p->row_places[first + c / share]);
+    }
     for (int64_t at = 0; at < limit; at += PAGE) {
-        int64_t keys = limit - at < PAGE ? limit - at : PAGE;
+        int64_t keys = clamped(limit - at, PAGE);
         const float *k = page_rows(p, p->pages[at / PAGE], 0, keys, kv_head, values, &stride);
-        for (int64_t i = 0; i < dim; i++)
-            for (int64_t key = 0; key < keys; key++) turned[i * PAGE + key] = k[key * stride + i];
         for (int64_t c = 0; c < combos; c++) to[c] = scores + c * KEYS + at;
-        add_products(a, dim, turned, PAGE, to, keys, combos);
+        score_page(a, combos, k, stride, keys, dim, to);
     }
     for (int64_t c = 0; c < combos; c++) {
-        int64_t row = first + c / share, head = kv_head * share + c % share, keys = visible(p, p->row_places[row]);
-        float total, most = soften(scores + c * KEYS, keys, p->scale, &total), *own = scores + c * KEYS;
-        p->lse[row * p->heads + head] = keys ? most + logf(total) : -INFINITY;
-        for (int64_t key = 0; key < keys; key++) own[key] /= total;
-        for (int64_t key = keys; key < limit; key++) own[key] = 0;
-        a[c] = own;
-        to[c] = p->out + (row * p->heads + head) * dim;
+        int64_t at = (first + c / share) * p->heads + kv_head * share + c % share;
+        float total, *own = scores + c * KEYS, most = soften(own, seen[c], p->scale, &total);
+        p->lse[at] = seen[c] ? most + logf(total) : -INFINITY;
+        for (int64_t key = 0; key < seen[c]; key++) own[key] /= total;
+        to[c] = p->out + at * dim;
         memset(to[c], 0, (size_t)dim * 4);
     }
     for (int64_t at = 0; at < limit; at += PAGE) {
-        int64_t keys = limit - at < PAGE ? limit - at : PAGE;
+        int64_t keys = clamped(limit - at, PAGE);
         const float *v = page_rows(p, p->pages[at / PAGE], 1, keys, kv_head, values, &stride);
-        add_products(a, keys, v, stride, to, dim, combos);
-        for (int64_t c = 0; c < combos; c++) a[c] += keys;
+        for (int64_t c = 0; c < combos; c++) {
+            a[c] = scores + c * KEYS + at;
+            counts[c] = clamped(seen[c] - at, PAGE);
+        }
+        add_products(a, counts, v, stride, to, dim, combos);
     }
 }
 
@@ -361,12 +360,12 @@ typedef struct { /* the same rows over several groups of pages, merged into `to`
 
 static int64_t rows_at_once(const Part *p) { /* every row's heads of one kv head stay together */
     int64_t rows = COMBOS / (p->heads / p->kv.kv_heads);
-    return !p->many || rows < 1 ? 1 : rows;
+    return rows < 1 ? 1 : rows < p->rows ? rows : p->rows;
 }
 
 static int64_t room_of(const Part *p) { /* floats */
     int64_t combos = rows_at_once(p) * (p->heads / p->kv.kv_heads);
-    return (combos * KEYS + 2 * PAGE * p->kv.dim + 15) / 16 * 16;
+    return (combos * KEYS + PAGE * p->kv.dim + 15) / 16 * 16;
 }
 
 static void attend_pieces(void *work) {
@@ -376,10 +375,7 @@ static void attend_pieces(void *work) {
     while ((piece = claim_pieces(&w->done, 1, w->pieces)) >= 0) {
         const Part *p = w->parts + piece / kv_heads / tiles;
         int64_t first = piece / kv_heads % tiles * w->at_once, left = p->rows - first;
-        if (p->many)
-            attend_tile(p, first, w->at_once < left ? w->at_once : left, piece % kv_heads, room);
-        else
-            attend_row(p, piece % kv_heads, room);
+        attend_tile(p, first, w->at_once < left ? w->at_once : left, piece % kv_heads, room);
     }
 }
 
@@ -436,7 +432,7 @@ void attention_merge(const float *const *outs, const float *const *lses, int64_t
 void attention_part(const float *q, int64_t rows, int64_t heads, const void *kv, int64_t kv_type, int64_t kv_heads, int64_t dim,
                     const int32_t *pages, const int64_t *firsts, int64_t count, const int64_t *row_places, float scale,
                     float *out, float *lse) {
-    Part part = {q, pages, firsts, row_places, rows, heads, count, rows > 1, scale, {kv, kv_type, kv_heads, dim}, out, lse};
+    Part part = {q, pages, firsts, row_places, rows, heads, count, scale, {kv, kv_type, kv_heads, dim}, out, lse};
     Attending work = {.parts = &part, .groups = 1};
     pool_enter();
     attend_groups(&work);
@@ -453,7 +449,7 @@ typedef struct {
 } Call;
 
 /* Rows [row, row + rows) of the batch: they belong to one segment, the first of them lies at `place`. */
-static void attend_rows(const Call *c, int64_t row, int64_t rows, int many, const int32_t *table, int64_t place) {
+static void attend_rows(const Call *c, int64_t row, int64_t rows, const int32_t *table, int64_t place) {
     int64_t pages = (place + rows + PAGE - 1) / PAGE, groups = (pages + GROUP_PAGES - 1) / GROUP_PAGES;
     int64_t size = rows * c->heads, at = row * c->heads * c->kv.dim;
     Part parts[groups];
@@ -464,7 +460,7 @@ static void attend_rows(const Call *c, int64_t row, int64_t rows, int many, cons
     for (int64_t g = 0; g < groups; g++) {
         int64_t first = g * GROUP_PAGES, count = pages - first < GROUP_PAGES ? pages - first : GROUP_PAGES;
         float *to = groups == 1 ? c->out + at : memory + g * size * c->kv.dim;
-        parts[g] = (Part){c->q + at, table + first, firsts + first, places, rows, c->heads, count, many, c->scale, c->kv, to, lse + g * size};
+        parts[g] = (Part){c->q + at, table + first, firsts + first, places, rows, c->heads, count, c->scale, c->kv, to, lse + g * size};
     }
     Attending work = {.parts = parts, .groups = groups, .to = c->out + at, .gate = c->gate ? c->gate + row * c->gate_stride : NULL,
                       .gate_stride = c->gate_stride, .gate_head_stride = c->gate_head_stride};
@@ -475,8 +471,7 @@ static void attend_rows(const Call *c, int64_t row, int64_t rows, int many, cons
         finish_rows(&work);
 }
 
-/* Every segment's rows over all of its table up to their own places, in blocks of `most_rows`: a block of one row takes the
-   dot products, as it would in attention_part. gate: NULL, or [rows, heads, dim] in any row and head stride. */
+/* Every segment's rows over all of its table up to their own places, in blocks of `most_rows`. gate: NULL, or [rows, heads, dim] in any row and head stride. */
 void attention_run(const float *q, int64_t heads, const void *kv, int64_t kv_type, int64_t kv_heads, int64_t dim,
                    const int32_t *starts, int64_t segments, const int32_t *places, const int32_t *tables, int64_t table_width,
                    int64_t most_rows, float scale, const float *gate, int64_t gate_stride, int64_t gate_head_stride, float *out) {
@@ -489,7 +484,7 @@ void attention_run(const float *q, int64_t heads, const void *kv, int64_t kv_typ
             some = groups == 2 || some > rows ? rows : some < 1 ? 1 : some;
             for (int64_t first = row; first < row + rows; first += some) {
                 int64_t left = row + rows - first;
-                attend_rows(&call, first, left < some ? left : some, rows > 1, tables + s * table_width, places[first]);
+                attend_rows(&call, first, left < some ? left : some, tables + s * table_width, places[first]);
             }
         }
     pool_leave();

@@ -57,44 +57,25 @@ INLINE int64_t group_bytes(int type, int64_t columns) {
 
 static const int8_t TABLE[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-/* Four bytes of every lane as two pairs of 16-bit numbers: columns 0 and 2, then 1 and 3. */
-INLINE void split_bytes(const int type, I bytes, I *pairs) {
-    if (is_signed(type)) {
-        pairs[0] = (I)((S)((S)bytes << 8) >> 8);
-        pairs[1] = (I)((S)bytes >> 8);
-    } else {
-        pairs[0] = bytes & all_i(0x00ff00ff);
-        pairs[1] = (I)((U)bytes >> 8) & all_i(0x00ff00ff);
-    }
-}
-
-/* The codes of block b for lanes [lane, lane + LANES): two pairs for each of the eight words. */
-INLINE void load_codes(const int type, const uint8_t *at, int b, int lane, I w[16]) {
+/* The codes of block b for lanes [lane, lane + LANES): eight words of four bytes, with a sign where the type has one. */
+INLINE void load_words(const int type, const uint8_t *at, int b, int lane, I w[8]) {
     const uint8_t *codes = at + block_at(type, b) + 4 * lane, *highs = codes + code_bytes(type);
-    if (type == Q8_0) {
-        for (int j = 0; j < 8; j++) split_bytes(type, load_i(codes + 64 * j), w + 2 * j);
-        return;
-    }
-    for (int j = 0; j < 8; j += 2) {
-        U both = (U)load_i(codes + 32 * j);
-        if (!high_bytes(type) && !is_signed(type)) { /* nothing but nibbles: straight into their pairs */
-            for (int n = 0; n < 4; n++) w[2 * j + n] = (I)(both >> (n % 2 * 8 + n / 2 * 4)) & all_i(0x000f000f);
+    for (int j = 0; j < 8; j++) {
+        if (type == Q8_0) {
+            w[j] = load_i(codes + 64 * j);
             continue;
         }
-        I word[2] = {(I)both & all_i(0x0f0f0f0f), (I)(both >> 4) & all_i(0x0f0f0f0f)};
-        for (int n = j; n < j + 2; n++) {
-            I *one = word + n - j;
-            if (is_signed(type)) *one = look_up(TABLE, *one);
-            if (has_fifth(type)) {
-                I high = load_i(highs);
-                *one |= (n < 4 ? high << (4 - n) : (I)((U)high >> (n - 4))) & all_i(0x10101010);
-            }
-            if (type == Q6_K) {
-                I high = load_i(highs + 64 * (n / 4));
-                int shift = 2 * (n % 4) - 4;
-                *one |= (shift < 0 ? high << -shift : (I)((U)high >> shift)) & all_i(0x30303030);
-            }
-            split_bytes(type, *one, w + 2 * n);
+        I both = load_i(codes + 64 * (j / 2));
+        w[j] = (j % 2 ? (I)((U)both >> 4) : both) & all_i(0x0f0f0f0f);
+        if (is_signed(type)) w[j] = look_up(TABLE, w[j]);
+        if (has_fifth(type)) {
+            I high = load_i(highs);
+            w[j] |= (j < 4 ? high << (4 - j) : (I)((U)high >> (j - 4))) & all_i(0x10101010);
+        }
+        if (type == Q6_K) {
+            I high = load_i(highs + 64 * (j / 4));
+            int shift = 2 * (j % 4) - 4;
+            w[j] |= (shift < 0 ? high << -shift : (I)((U)high >> shift)) & all_i(0x30303030);
         }
     }
 }

@@ -58,7 +58,7 @@ void route(const Matrix *router, const float *h, int64_t rows, int64_t used, int
     pool_enter();
     Routing work = {router, scratch(SHARES, rows * router->rows * 4), rows, used, ids, weights, {0}};
     multiply_inside(router, h, router->columns, rows, work.scores);
-    if (rows > TILE)
+    if (rows > ALONE)
         share(choose_rows, &work);
     else
         choose_rows(&work);
@@ -252,18 +252,18 @@ void moe(const Stack *routed, const Stack *shared, const float *scale, const flo
     pool_enter();
     lay_out(&m);
     sort_pairs(&m);
-    if (rows > TILE)
+    if (rows > ALONE)
         share(encode_x, &m);
     else
         encode_x(&m);
     share(run_up, &m);
-    if (rows > TILE)
+    if (rows > ALONE)
         share(encode_inner, &m);
     else
         encode_inner(&m);
     share(run_down, &m);
     Summing sums = {&m, out};
-    if (rows > TILE)
+    if (rows > ALONE)
         share(add_shares, &sums);
     else
         add_shares(&sums);

@@ -26,6 +26,7 @@ typedef uint32_t U __attribute__((vector_size(4 * LANES)));
 typedef int16_t S __attribute__((vector_size(4 * LANES)));
 typedef float F __attribute__((vector_size(4 * LANES)));
 typedef int32_t AnyI __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef int32_t AnyWord __attribute__((aligned(1), may_alias));
 typedef float AnyF __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 
 INLINE I load_i(const void *at) { return *(const AnyI *)at; }
@@ -62,8 +63,11 @@ INLINE F brains_f(const void *at) {
 }
 INLINE F bytes_f(const void *at) { return to_f((I)_mm512_cvtepu8_epi32(_mm_loadu_si128(at))); }
 INLINE F signed_bytes_f(const void *at) { return to_f((I)_mm512_cvtepi8_epi32(_mm_loadu_si128(at))); }
-/* acc + the products of the two 16-bit numbers in every lane of w with the two of x. */
-INLINE I dot(I acc, I w, int32_t x) { return (I)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, (__m512i)all_i(x)); }
+/* acc + the products of the four bytes in every lane of w, which have no sign, with the four at x, which have one. */
+INLINE I dot(I acc, I w, const void *x) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const AnyWord *)x)); /* compilers load x by itself */
+    return acc;
+}
 INLINE I look_up(const int8_t *table, I codes) {
     __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table));
     return (I)_mm512_shuffle_epi8(all, (__m512i)codes);
@@ -74,6 +78,20 @@ INLINE float sum_f(F v) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+/* to[i] = sum_f(v[i]), sixteen at once. */
+enum { SUMS = 16 };
+INLINE void sums_f(const F *v, float *to) {
+    __m512 four[4];
+    for (int r = 0; r < 4; r++) { /* a quarter of four[r] belongs to v[r], the next one to v[r + 4] … */
+        __m512 a = (__m512)v[r], b = (__m512)v[r + 4], c = (__m512)v[r + 8], d = (__m512)v[r + 12];
+        a = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+        c = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+        four[r] = _mm512_add_ps(_mm512_shuffle_f32x4(a, c, 0x88), _mm512_shuffle_f32x4(a, c, 0xdd));
+    }
+    __m512 first = _mm512_add_ps(_mm512_shuffle_ps(four[0], four[1], 0x44), _mm512_shuffle_ps(four[0], four[1], 0xee));
+    __m512 second = _mm512_add_ps(_mm512_shuffle_ps(four[2], four[3], 0x44), _mm512_shuffle_ps(four[2], four[3], 0xee));
+    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_shuffle_ps(first, second, 0x88), _mm512_shuffle_ps(first, second, 0xdd)));
 }
 
 #elif LANES == 8
@@ -87,7 +105,8 @@ INLINE F halves_f(const void *at) { return (F)_mm256_cvtph_ps(_mm_loadu_si128(at
 INLINE F brains_f(const void *at) { return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), 16); }
 INLINE F bytes_f(const void *at) { return to_f((I)_mm256_cvtepu8_epi32(_mm_loadl_epi64(at))); }
 INLINE F signed_bytes_f(const void *at) { return to_f((I)_mm256_cvtepi8_epi32(_mm_loadl_epi64(at))); }
-INLINE I dot(I acc, I w, int32_t x) { return acc + (I)_mm256_madd_epi16((__m256i)w, (__m256i)all_i(x)); }
+/* acc + the products of the two 16-bit numbers in every lane of w with the two at x. */
+INLINE I dot(I acc, I w, const void *x) { return acc + (I)_mm256_madd_epi16((__m256i)w, (__m256i)all_i(word_at(x))); }
 INLINE I look_up(const int8_t *table, I codes) {
     __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table));
     return (I)_mm256_shuffle_epi8(all, (__m256i)codes);
@@ -97,6 +116,17 @@ INLINE float sum_f(F v) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+enum { SUMS = 8 };
+INLINE void sums_f(const F *v, float *to) {
+    __m256 two[4];
+    for (int r = 0; r < 4; r++) {
+        __m256 a = (__m256)v[r], b = (__m256)v[r + 4];
+        two[r] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    }
+    __m256 first = _mm256_add_ps(_mm256_shuffle_ps(two[0], two[1], 0x44), _mm256_shuffle_ps(two[0], two[1], 0xee));
+    __m256 second = _mm256_add_ps(_mm256_shuffle_ps(two[2], two[3], 0x44), _mm256_shuffle_ps(two[2], two[3], 0xee));
+    _mm256_storeu_ps(to, _mm256_add_ps(_mm256_shuffle_ps(first, second, 0x88), _mm256_shuffle_ps(first, second, 0xdd)));
 }
 
 #elif defined(__aarch64__)
@@ -116,8 +146,8 @@ INLINE F signed_bytes_f(const void *at) {
     int16x8_t wide = vmovl_s8(vcreate_s8((uint32_t)word_at(at)));
     return (F)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
 }
-INLINE I dot(I acc, I w, int32_t x) {
-    int16x8_t codes = (int16x8_t)w, by = vreinterpretq_s16_s32(vdupq_n_s32(x));
+INLINE I dot(I acc, I w, const void *x) {
+    int16x8_t codes = (int16x8_t)w, by = vreinterpretq_s16_s32(vdupq_n_s32(word_at(x)));
     int32x4_t low = vmull_s16(vget_low_s16(codes), vget_low_s16(by)), high = vmull_high_s16(codes, by);
     return acc + (I)vpaddq_s32(low, high);
 }
@@ -150,7 +180,10 @@ INLINE F signed_bytes_f(const void *at) {
     const int8_t *b = at;
     return to_f((I){b[0], b[1], b[2], b[3]});
 }
-INLINE I dot(I acc, I w, int32_t x) { return acc + ((w << 16) >> 16) * (int32_t)(int16_t)x + (w >> 16) * (x >> 16); }
+INLINE I dot(I acc, I w, const void *x) {
+    int32_t both = word_at(x);
+    return acc + ((w << 16) >> 16) * (int32_t)(int16_t)both + (w >> 16) * (both >> 16);
+}
 INLINE I look_up(const int8_t *table, I codes) {
     uint8_t bytes[16];
     memcpy(bytes, &codes, 16);
@@ -170,6 +203,13 @@ INLINE float sum_f(F v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 INLINE float fma_1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else
 INLINE float fma_1(float a, float b, float c) { return a * b + c; }
+#endif
+
+#if LANES == 4
+enum { SUMS = 8 };
+INLINE void sums_f(const F *v, float *to) {
+    for (int i = 0; i < SUMS; i++) to[i] = sum_f(v[i]);
+}
 #endif
 
 INLINE F pick_f(I where, F yes, F no) { return (F)((where & (I)yes) | (~where & (I)no)); }

@@ -179,11 +179,11 @@ static void float_values(int type, const uint8_t *group, int row, int64_t column
 
 static void block_values(int type, const uint8_t *super, int b, int row, float *to) {
     int lane = row / LANES * LANES, at = row % LANES, offset = offset_bits(type) ? 1 << offset_bits(type) : 0;
-    I w[16];
-    load_codes(type, super, b, lane, w);
+    I w[8];
+    load_words(type, super, b, lane, w);
     for (int i = 0; i < BLOCK; i++) {
         F scale = load_scale(type, super, b, scales_per_block(type) == 2 ? i / HALF : 0, lane);
-        int32_t pair = w[i / 4 * 2 + i % 2][at], code = i % 4 < 2 ? (int16_t)pair : pair >> 16;
+        int32_t byte = w[i / 4][at] >> 8 * (i % 4), code = is_signed(type) ? (int8_t)byte : (uint8_t)byte;
         volatile float scaled = scale[at] * (float)(code - offset); /* rounded here, as in the definition of the type */
         to[i] = scaled - (has_least(type) ? load_least(type, super, b, lane)[at] : 0);
     }

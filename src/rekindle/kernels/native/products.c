@@ -35,11 +35,20 @@ INLINE float largest(const float *x) { /* as integers, which numbers without a s
     return value;
 }
 
+INLINE void lay_four(const int16_t *from, int16_t *to) {
+    for (int i = 0; BYTES && i < 4; i++) {
+        int upper = (from[i] + 128) >> 8;
+        ((int8_t *)to)[i] = (int8_t)upper;
+        ((int8_t *)to)[4 + i] = (int8_t)(from[i] - 256 * upper);
+    }
+    for (int i = 0; !BYTES && i < 4; i++) to[i] = from[i % 2 * 2 + i / 2];
+}
+
 /* What is no number, or infinite, makes the scale none, and with it every product of the block. */
 static void encode_block(const float *x, int16_t *codes, float *scale, float *sum, int32_t *negs) {
-    float most = largest(x), by = most >= 1e-30f && most - most == 0.0f ? 32767.0f / most : 0.0f;
+    float most = largest(x), by = most >= 1e-30f && most - most == 0.0f ? (float)MOST_CODE / most : 0.0f;
     int16_t plain[BLOCK];
-    *scale = most - most == 0.0f ? (by > 0 ? most / 32767.0f : 0.0f) : __builtin_nanf("");
+    *scale = most - most == 0.0f ? (by > 0 ? most / (float)MOST_CODE : 0.0f) : __builtin_nanf("");
     for (int i = 0; i < BLOCK; i++) plain[i] = by > 0 ? (int16_t)(int32_t)__builtin_rintf(x[i] * by) : 0;
     for (int half = 0; half < 2; half++) {
         int32_t total = 0;
@@ -47,12 +56,7 @@ static void encode_block(const float *x, int16_t *codes, float *scale, float *su
         negs[half] = -total;
     }
     *sum = *scale * (float)-(negs[0] + negs[1]);
-    for (int i = 0; i < BLOCK; i += 4) { /* as the pairs of the codes lie */
-        codes[i] = plain[i];
-        codes[i + 1] = plain[i + 2];
-        codes[i + 2] = plain[i + 1];
-        codes[i + 3] = plain[i + 3];
-    }
+    for (int i = 0; i < BLOCK; i += 4) lay_four(plain + i, codes + i);
 }
 
 void encode_row(const Coded *c, int64_t row) {
@@ -65,24 +69,53 @@ void encode_row(const Coded *c, int64_t row) {
 
 /* ---- one group of sixteen rows ------------------------------------------------------------------------------------ */
 
-INLINE I sum_pairs(I start, const I *w, const int16_t *x, int first, int last) {
-    for (int j = first; j < last; j++) start = dot(start, w[j], word_at(x + 2 * j));
-    return start;
+/* Codes as they are multiplied: bytes without a sign, 128 more where they have one; or pairs of 16 bits. */
+enum { CODES_OF_BLOCK = BYTES ? 8 : 16 };
+INLINE int taken_off(const int type) { return BYTES && is_signed(type) ? 7 : offset_bits(type); } /* a power of two; 0: nothing */
+
+INLINE void load_codes(const int type, const uint8_t *at, int b, int lane, I *w) {
+    I words[8];
+    load_words(type, at, b, lane, words);
+    for (int j = 0; j < 8; j++) {
+        if (BYTES) {
+            w[j] = is_signed(type) ? words[j] ^ all_i((int32_t)0x80808080) : words[j];
+        } else if (is_signed(type)) {
+            w[2 * j] = (I)((S)((S)words[j] << 8) >> 8);
+            w[2 * j + 1] = (I)((S)words[j] >> 8);
+        } else {
+            w[2 * j] = words[j] & all_i(0x00ff00ff);
+            w[2 * j + 1] = (I)((U)words[j] >> 8) & all_i(0x00ff00ff);
+        }
+    }
+}
+
+/* start + the codes of columns [4 · first, 4 · last) times those of x. */
+INLINE I sum_words(I start, const I *w, const int16_t *x, int first, int last) {
+    I upper = all_i(0), second = all_i(0);
+    for (int j = first; j < last; j++) {
+        if (BYTES) {
+            upper = dot(upper, w[j], x + 4 * j);
+            start = dot(start, w[j], x + 4 * j + 2);
+        } else {
+            start = dot(start, w[2 * j], x + 4 * j);
+            second = dot(second, w[2 * j + 1], x + 4 * j + 2);
+        }
+    }
+    return start + (BYTES ? upper << 8 : second);
 }
 
 INLINE F add_block(const int type, F total, const I *w, const F *scale, F least, const Row *row, int64_t at) {
     const int16_t *x = row->codes + BLOCK * at;
     const int32_t *negs = row->negs + 2 * at;
     F by = all_f(row->scales[at]);
-    const int bits = offset_bits(type);
+    const int bits = taken_off(type);
     if (scales_per_block(type) == 2) {
-        I first = sum_pairs(all_i(negs[0] << bits), w, x, 0, 8), second = sum_pairs(all_i(negs[1] << bits), w, x, 8, 16);
+        I first = sum_words(all_i(negs[0] << bits), w, x, 0, 4), second = sum_words(all_i(negs[1] << bits), w, x, 4, 8);
         total = fma_f(to_f(first), scale[0] * by, total);
         return fma_f(to_f(second), scale[1] * by, total);
     }
-    I first = sum_pairs(bits ? all_i((negs[0] + negs[1]) << bits) : all_i(0), w, x, 0, 8);
-    I second = sum_pairs(all_i(0), w, x, 8, 16);
-    total = fma_f(to_f(first + second), scale[0] * by, total);
+    I sum = sum_words(bits ? all_i((negs[0] + negs[1]) << bits) : all_i(0), w, x, 0, 8);
+    total = fma_f(to_f(sum), scale[0] * by, total);
     return has_least(type) ? fnma_f(least, all_f(row->sums[at]), total) : total;
 }
 
@@ -104,12 +137,12 @@ INLINE void codes_tile(const int type, const int count, const uint8_t *group, in
 #pragma GCC unroll 1
             for (int b = 0; b < per; b++) {
                 fetch_ahead(at + block_at(type, b), block_bytes(type));
-                I w[16];
+                I w[CODES_OF_BLOCK];
                 load_codes(type, at, b, lane, w);
                 F scale[2] = {load_scale(type, at, b, 0, lane), all_f(0)}, least = all_f(0);
                 if (scales_per_block(type) == 2) scale[1] = load_scale(type, at, b, 1, lane);
                 if (has_least(type)) least = load_least(type, at, b, lane);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
                 for (int r = 0; r < count; r++) total[r] = add_block(type, total[r], w, scale, least, rows + r, s * per + b);
             }
         for (int r = 0; r < count; r++) save_f(to[r] + lane, total[r]);
@@ -139,28 +172,33 @@ INLINE void values_tile(const int type, const int count, const uint8_t *group, i
     }
 }
 
-/* Compiled for 1, 2, 4 and 8 rows; others are put together. */
-#define BY_COUNT(kind, type)                                                                                     \
-    static void type##_tile(const uint8_t *group, int64_t columns, const Row *rows, int count, float (*to)[GROUP]) { \
-        for (; count >= 8 && TILE >= 8; count -= 8, rows += 8, to += 8) kind(type, TILE >= 8 ? 8 : 1, group, columns, rows, to); \
-        for (; count >= 4; count -= 4, rows += 4, to += 4) kind(type, 4, group, columns, rows, to);              \
-        for (; count >= 2; count -= 2, rows += 2, to += 2) kind(type, 2, group, columns, rows, to);              \
-        if (count) kind(type, 1, group, columns, rows, to);                                                      \
+/* Compiled for 1, 2, 4, 8 and, where sums of codes fit the registers, 16 rows; others are put together. */
+#define RUN(kind, type, n, most)                                                                                      \
+    for (; count >= n && most >= n && TILE >= n; count -= n, rows += n, to += n)                                      \
+        kind(type, most >= n && TILE >= n ? n : 1, group, columns, rows, to);
+
+#define BY_COUNT(kind, type, most)                                                                                    \
+    static void type##_tile(const uint8_t *group, int64_t columns, const Row *rows, int count, float (*to)[GROUP]) {  \
+        RUN(kind, type, 16, most)                                                                                     \
+        RUN(kind, type, 8, most)                                                                                      \
+        RUN(kind, type, 4, most)                                                                                      \
+        RUN(kind, type, 2, most)                                                                                      \
+        RUN(kind, type, 1, most)                                                                                      \
     }
 
-BY_COUNT(codes_tile, Q4_0)
-BY_COUNT(codes_tile, Q4_1)
-BY_COUNT(codes_tile, Q5_0)
-BY_COUNT(codes_tile, Q5_1)
-BY_COUNT(codes_tile, Q8_0)
-BY_COUNT(codes_tile, Q4_K)
-BY_COUNT(codes_tile, Q5_K)
-BY_COUNT(codes_tile, Q6_K)
-BY_COUNT(codes_tile, IQ4_NL)
-BY_COUNT(codes_tile, IQ4_XS)
-BY_COUNT(values_tile, F32)
-BY_COUNT(values_tile, F16)
-BY_COUNT(values_tile, BF16)
+BY_COUNT(codes_tile, Q4_0, 16)
+BY_COUNT(codes_tile, Q4_1, 16)
+BY_COUNT(codes_tile, Q5_0, 16)
+BY_COUNT(codes_tile, Q5_1, 16)
+BY_COUNT(codes_tile, Q8_0, 16)
+BY_COUNT(codes_tile, Q4_K, 16)
+BY_COUNT(codes_tile, Q5_K, 16)
+BY_COUNT(codes_tile, Q6_K, 16)
+BY_COUNT(codes_tile, IQ4_NL, 16)
+BY_COUNT(codes_tile, IQ4_XS, 16)
+BY_COUNT(values_tile, F32, 8)
+BY_COUNT(values_tile, F16, 8)
+BY_COUNT(values_tile, BF16, 8)
 
 typedef void (*TileOf)(const uint8_t *, int64_t, const Row *, int, float (*)[GROUP]);
 
@@ -239,8 +277,9 @@ static void multiply_pieces(void *work) {
     }
 }
 
-static int64_t piece_size(int64_t groups, int64_t rows) { /* large enough to read in a run, small enough to share */
-    int64_t most = rows > FEW ? 4 : 16, step = groups / (8 * pool_width());
+/* A few rows wait for memory, which likes long runs; more of them compute, and end together if pieces are small. */
+static int64_t piece_size(int64_t groups, int64_t rows) {
+    int64_t most = rows > ALONE ? 4 : 16, step = groups / ((rows > ALONE ? 32 : 8) * pool_width());
     return step < 1 ? 1 : step > most ? most : step;
 }
 
@@ -252,7 +291,7 @@ static void run_product(Product *p) {
         coded |= !is_float((int)p->matrices[i]->type);
     }
     p->x = coded_room(p->x.x, p->x.stride, p->rows, first->columns, scratch(CODES, coded_bytes(p->rows, first->columns)));
-    if (coded && p->rows > FEW)
+    if (coded && p->rows > ALONE)
         share(encode_rows, p);
     else if (coded)
         encode_rows(p);

@@ -9,13 +9,19 @@ the rows beside it, the threads or (where it has a fused multiply-add) the instr
 #include "blocks.h"
 #include "pool.h"
 
-enum { TILE = LANES == 16 ? 8 : 4 }; /* rows of x that are multiplied at once */
+enum { TILE = LANES == 16 ? 16 : 4 }; /* rows of x that are multiplied at once */
+enum { ALONE = 4 };                   /* rows that one thread prepares sooner than it asks others */
 
-/* Rows of x as the integer products take them: 16-bit codes, the largest of 32 columns is ±32767. */
+/* Rows of x as the integer products take them: 16-bit codes, the largest of 32 columns is ±MOST_CODE. Codes of four columns lie
+   together: where lanes multiply bytes, the four upper bytes and then the four lower ones, each with a sign; else the first,
+   the third, the second and the fourth. */
+enum { BYTES = LANES == 16 };
+enum { MOST_CODE = 127 * 256 + 127 }; /* 256 · upper + lower */
+
 typedef struct {
     const float *x; /* [rows, columns], for matrices of floats */
     int64_t stride, columns;
-    int16_t *codes;  /* [rows, columns], of every four the first, third, second and fourth */
+    int16_t *codes;  /* [rows, columns] */
     float *scales;   /* [rows, columns / 32] */
     float *sums;     /* of the coded values, [rows, columns / 32] */
     int32_t *negs;   /* minus the sum of the codes, [rows, columns / 16] */
