@@ -48,6 +48,7 @@ from rekindle.stages import LocalStage, Pipeline
 Row = dict[str, float]
 GREEDY = Sampling(temperature=0)
 CHUNK = 2048  # rows of a prefill chunk
+GAP = 0.05  # seconds in an answer, while others' prompts run
 RAM, DISK = 1 << 30, 4 << 30  # bytes of snapshots
 
 
@@ -78,7 +79,15 @@ class Target:
         if drafter is not None:
             reader = load_drafter(drafter, file, stages, DTYPES[self.types[0]], self.context)
         tiers = local_tiers(ram, None if folder is None else DiskStore(folder, file.fingerprint(), DISK))
-        settings = EngineSettings(self.context, grid=CHUNK, drawable=file.spec.drawable, measure_drafts=True)
+        gap = GAP if self.device.startswith("cuda") else None  # prompts alone in their steps, which are recorded
+        settings = EngineSettings(
+            self.context,
+            queue=2 * self.sequences,
+            grid=CHUNK,
+            max_gap=gap,
+            drawable=file.spec.drawable,
+            measure_drafts=True,
+        )
         engine = Engine(Pipeline(stages, drafter=reader), PrefixCache(tiers), settings)
         engine.make_ready(file.spec.vocab)
         return engine.start()

@@ -17,7 +17,7 @@ of 60 M parameters:
 
     PYTHONPATH=src python3 tools/train_drafter.py carry/demo-moe-Q4_K_M.gguf --device cuda:0 --out $OUT/drafter \
         --prompts carry/prompts.jsonl --held-out carry/held_out.jsonl --taps 1,4,7,10 \
-        --sequences 64 --write 120 --texts 64 --train 180
+        --sequences 96 --write 150 --texts 256 --train 180
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from rekindle.speculative.spec import DrafterSpec, DraftLayer, default_taps
 
 Weights = dict[str, Tensor]
 DRAWN = Sampling(temperature=0.7, top_p=0.95, min_p=0.05)
-TOGETHER = 8  # texts of one forward
+TOGETHER = 16  # texts of one forward
 CURVE = "step", "seconds", "loss", "length", "unseen loss", "unseen length"
 
 
@@ -64,6 +64,7 @@ class Text:
 def write_texts(target: Target, prompts: Iterator[Prompt], seconds: float, longest: int) -> list[Text]:
     """Prompts are asked until the time is over. Every other answer is greedy, the others are drawn."""
     engine, until = target.engine(), time.monotonic() + seconds
+    engine.degrade("no text is asked for twice")  # nothing is captured
     texts, under_way = list[Text](), deque[tuple[Prompt, Future[Answer]]]()
 
     def take() -> None:
@@ -106,8 +107,9 @@ def make_corpus(target: Target, texts: Sequence[Text], taps: tuple[int, ...], st
     else:
         features = torch.from_file(str(store), True, shape[0] * shape[1], dtype=torch.bfloat16).view(shape)
     stage, row = target.stage(target.model.spec.whole), 0
-    for start in range(0, len(texts), TOGETHER):
-        group = texts[start : start + TOGETHER]
+    together = min(TOGETHER, target.sequences)
+    for start in range(0, len(texts), together):
+        group = texts[start : start + together]
         segments = (Segment(slot, 0, text.tokens, features=len(text.tokens)) for slot, text in enumerate(group))
         found = torch.cat(stage.forward(Batch(tuple(segments), taps=taps), None).features, dim=-1)
         features[row : row + len(found)] = found.to(features)
