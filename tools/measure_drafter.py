@@ -44,6 +44,7 @@ from rekindle.spec import Span
 from rekindle.speculative.files import DrafterFile, open_drafter
 from rekindle.speculative.width import MOST, Width
 from rekindle.stages import LocalStage, Pipeline
+from rekindle.text import ChatTemplate
 
 Row = dict[str, float]
 GREEDY = Sampling(temperature=0)
@@ -94,23 +95,42 @@ class Target:
 
     def prompts(self, path: Path, answer: int) -> Iterator[Prompt]:
         """Those that leave room for an answer of so many tokens."""
-        with path.open() as lines:
-            for number, line in enumerate(lines, 1):
-                prompt = self._prompt(json.loads(line), f"{path}, line {number}")
-                if len(prompt.tokens) + answer <= self.context:
-                    yield prompt
+        found = (self.prompt(entry, where) for entry, where in entries(path))
+        return (prompt for prompt in found if len(prompt.tokens) + answer <= self.context)
 
-    def _prompt(self, entry: Any, where: str) -> Prompt:
+    def prompt(self, entry: Any, where: str) -> Prompt:
+        """Up to the last turn that is not the assistant's."""
         if isinstance(entry, dict) and isinstance(entry.get("prompt"), str):
             return Prompt(tuple(self.model.tokenizer.encode(entry["prompt"])))
-        if not isinstance(entry, dict) or "messages" not in entry:
-            raise BadConfig(f"{where} has neither messages nor a prompt")
-        messages, template = list(entry["messages"]), self.model.template
+        messages = turns_of(entry, where)
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
-        if template is None or not messages:
-            raise BadConfig(f"{where}: the model has no chat template" if messages else f"{where} asks nothing")
-        return template.render(messages)
+        if not messages:
+            raise BadConfig(f"{where} asks nothing")
+        return self.template(where).render(messages)
+
+    def template(self, where: str) -> ChatTemplate:
+        if self.model.template is None:
+            raise BadConfig(f"{where} has messages, and {self.model.name} has no chat template")
+        return self.model.template
+
+
+def entries(path: Path) -> Iterator[tuple[Any, str]]:
+    """Of a file of JSON lines, and where each stands."""
+    with path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{path}, line {number}"
+            try:
+                yield json.loads(line), where
+            except json.JSONDecodeError as error:
+                raise BadConfig(f"{where} is no JSON: {error}") from None
+
+
+def turns_of(entry: Any, where: str) -> list[Any]:
+    turns = entry.get("messages") if isinstance(entry, dict) else None
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        raise BadConfig(f"{where} has neither messages with roles nor a prompt")
+    return list(turns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@
 A line of such a file is {"messages": [...]}, which is cut after the last turn that is not the assistant's, or
 {"prompt": "text"}. There are four steps:
 
-1. The target answers prompts, many at once, every other one greedily, for --write seconds.
+1. The target answers prompts, many at once, every other one greedily, for --write seconds. Conversations with answers
+   (--text) come on top; they take less time, and say less about how the target goes on.
 2. Its layers run over the texts once more and hand out features, as they do while serving; the features are kept.
 3. The drafter learns, for --train seconds or --steps steps. Some positions of every answer are anchors: from the token
    there and from the features before it the drafter fills in the masks behind it. Near rows weigh more, since a token
@@ -16,8 +17,8 @@ The table comes last, and is in FOLDER too, with the course of the training. Abo
 of 60 M parameters:
 
     PYTHONPATH=src python3 tools/train_drafter.py carry/demo-moe-Q4_K_M.gguf --device cuda:0 --out $OUT/drafter \
-        --prompts carry/prompts.jsonl --held-out carry/held_out.jsonl --taps 1,4,7,10 \
-        --sequences 96 --write 150 --texts 256 --train 180
+        --prompts carry/prompts.jsonl --text carry/text.jsonl --held-out carry/held_out.jsonl --taps 1,4,7,10 \
+        --sequences 96 --write 110 --texts 256 --train 150
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from measure_drafter import GREEDY, Answer, Row, Target, ask, evaluate, parser_of, table, target_of
+from measure_drafter import GREEDY, Answer, Row, Target, ask, entries, evaluate, parser_of, table, target_of, turns_of
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, rms_norm, scaled_dot_product_attention, silu
@@ -42,13 +43,13 @@ from torch.nn.functional import cross_entropy, linear, rms_norm, scaled_dot_prod
 from rekindle.batch import Batch, Segment
 from rekindle.engine.types import Sampling
 from rekindle.errors import BadConfig, RekindleError
-from rekindle.prompt import Prompt
+from rekindle.prompt import Prompt, common_length
 from rekindle.speculative.files import LAYER_OURS, OURS
 from rekindle.speculative.spec import DrafterSpec, DraftLayer, default_taps
 
 Weights = dict[str, Tensor]
 DRAWN = Sampling(temperature=0.7, top_p=0.95, min_p=0.05)
-TOGETHER = 16  # texts of one forward
+TOGETHER = 64  # texts of one forward, at most
 CURVE = "step", "seconds", "loss", "length", "unseen loss", "unseen length"
 
 
@@ -58,7 +59,7 @@ CURVE = "step", "seconds", "loss", "length", "unseen loss", "unseen length"
 @dataclass(frozen=True, slots=True)
 class Text:
     tokens: tuple[int, ...]
-    written: int  # position from which on the target wrote
+    written: int  # position from which on it is an answer
 
 
 def write_texts(target: Target, prompts: Iterator[Prompt], seconds: float, longest: int) -> list[Text]:
@@ -81,6 +82,17 @@ def write_texts(target: Target, prompts: Iterator[Prompt], seconds: float, longe
     while under_way:
         take()
     engine.stop()
+    return texts
+
+
+def given_texts(target: Target, path: Path) -> list[Text]:
+    """Conversations as they stand, up to the context limit; the last answer counts as written."""
+    texts = list[Text]()
+    for entry, where in entries(path):
+        whole = target.template(where).render(turns_of(entry, where), add_generation_prompt=False).tokens
+        written = common_length(whole, target.prompt(entry, where).tokens)
+        if written < min(len(whole), target.context):
+            texts.append(Text(whole[: target.context], written))
     return texts
 
 
@@ -322,6 +334,8 @@ def main() -> None:
     prompts = target.prompts(options.prompts, options.longest)
     texts = write_texts(target, prompts, options.write, options.longest)
     print(f"{len(texts)} texts, {sum(len(text.tokens) - text.written for text in texts)} tokens written", flush=True)
+    if options.text:
+        texts += given_texts(target, options.text)
     corpus = make_corpus(target, texts, spec.taps, options.store)
     drafter = make_drafter(target, spec, dice)
     curve = train(drafter, corpus, options, dice)
@@ -337,6 +351,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--held-out", type=Path, required=True, help="JSON lines, for the table at the end")
     add("--out", type=Path, required=True, help="the folder to write")
+    add("--text", type=Path, help="JSON lines with answers, to learn from as they stand, beside what the target writes")
     add("--store", type=Path, help="a file for features; without it they stay in the device's memory")
     add("--write", type=float, default=300, help="seconds in which prompts are answered")
     add("--train", type=float, default=600, help="seconds of training at most")

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 import train_drafter
+from measure_drafter import Target
 from support.drafter_files import random_weights
 from support.forked import run_forked
-from train_drafter import Corpus, Drafter, draw_blocks
+from train_drafter import Corpus, Drafter, draw_blocks, given_texts
 
+from rekindle.build import open_model
 from rekindle.speculative import naive
 from rekindle.speculative.files import open_drafter
 from rekindle.speculative.spec import DrafterSpec, DraftLayer
@@ -115,7 +117,7 @@ def test_blocks_begin_in_answers_and_end_with_their_texts() -> None:
 @pytest.mark.parametrize(
     ("line", "options", "said"),
     [
-        ({"text": "?"}, ("--mask", "2019"), "line 5 has neither messages nor a prompt"),
+        ({"text": "?"}, ("--mask", "2019"), "line 5 has neither messages with roles nor a prompt"),
         ({"messages": [{"role": "assistant", "content": "?"}]}, ("--mask", "2019"), "line 5 asks nothing"),
         ({"prompt": "?"}, (), "has no token <|mask|>; --mask names one"),
         ({"prompt": "?"}, ("--mask", "2019", "--taps", "1,8"), "reads the outputs of layers [1, 8]"),
@@ -127,6 +129,21 @@ def test_bad_input_is_one_sentence(
     done = run_tool(golden / "tiny-qwen35-f16.gguf", prompts_file(tmp_path, line), tmp_path / "out", *options)
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_answers_of_given_conversations_are_learnt_too(golden: Path, tmp_path: Path) -> None:
+    """From where the prompt ends to the end, or to the context limit; a conversation without an answer is left out."""
+    model = open_model(golden / "tiny-qwen35-f16.gguf")
+    assert model.template is not None
+    asked, answered = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because it rains."}
+    path = tmp_path / "given.jsonl"
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in ([asked, answered], [asked])))
+    prompt = model.template.render([asked]).tokens
+    for context in (64, len(prompt) + 2):
+        texts = given_texts(Target(model, "cpu", context, 4), path)
+        assert [text.written <= len(prompt) for text in texts] == [True] and len(texts[0].tokens) <= context
+    whole = model.tokenizer.decode(given_texts(Target(model, "cpu", 64, 4), path)[0].tokens, skip_control=False)
+    assert "Because it rains.<|im_end|>" in whole
 
 
 def test_a_drafter_is_measured_by_itself(trained: Path, golden: Path, tmp_path: Path) -> None:
