@@ -17,8 +17,8 @@ The table comes last, and is in FOLDER too, with the course of the training. Abo
 of 60 M parameters:
 
     PYTHONPATH=src python3 tools/train_drafter.py carry/demo-moe-Q4_K_M.gguf --device cuda:0 --out $OUT/drafter \
-        --prompts carry/prompts.jsonl --text carry/text.jsonl --held-out carry/held_out.jsonl --taps 1,4,7,10 \
-        --sequences 96 --write 110 --texts 256 --train 150
+        --prompts carry/prompts.jsonl --held-out carry/held_out.jsonl --taps 1,4,7,10 \
+        --sequences 96 --write 130 --texts 256 --train 150
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Drafter:
         """features [texts, positions, taps · hidden]; anchors and the tokens there [texts, blocks] -> rows after the
         final norm [texts, blocks, rows of a block, hidden]."""
         spec, w = self.spec, self.weights
-        context = self._norm(linear(features.to(w["fc.weight"]), w["fc.weight"]), "context_norm")
+        context = self._norm(linear(features, w["fc.weight"]), "context_norm")
         ids = torch.full((*anchors.shape, spec.block), spec.mask, device=anchors.device)
         ids[..., 0] = tokens
         h = self.embedding[ids].flatten(1, 2)
