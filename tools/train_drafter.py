@@ -18,7 +18,7 @@ of 60 M parameters:
 
     PYTHONPATH=src python3 tools/train_drafter.py carry/demo-moe-Q4_K_M.gguf --device cuda:0 --out $OUT/drafter \
         --prompts carry/prompts.jsonl --held-out carry/held_out.jsonl --taps 1,4,7,10 \
-        --sequences 96 --write 130 --texts 256 --train 150
+        --sequences 96 --write 160 --texts 256 --train 120
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from rekindle.errors import BadConfig, RekindleError
 from rekindle.prompt import Prompt, common_length
 from rekindle.speculative.files import LAYER_OURS, OURS
 from rekindle.speculative.spec import DrafterSpec, DraftLayer, default_taps
+from rekindle.speculative.width import MOST
 
 Weights = dict[str, Tensor]
 DRAWN = Sampling(temperature=0.7, top_p=0.95, min_p=0.05)
@@ -106,7 +107,7 @@ class Corpus:
     tokens: Tensor  # int64 [positions]
     features: Tensor  # [positions, taps · hidden], bfloat16: residual streams outgrow float16
     first: Tensor  # int64 [texts]: where each begins,
-    written: Tensor  # where the target began to write, and
+    written: Tensor  # where its answer begins, and
     stop: Tensor  # where it ends
 
 
@@ -238,6 +239,8 @@ def make_spec(target: Target, options: argparse.Namespace) -> DrafterSpec:
         mask = target.model.tokenizer.id_of("<|mask|>")
     if mask is None:
         raise BadConfig(f"{spec.name} has no token <|mask|>; --mask names one that texts do not hold")
+    if options.heads % options.kv_heads or options.head_dim % 2 or not 2 <= options.block <= MOST + 1:
+        raise BadConfig(f"--heads are no multiple of --kv-heads, --head-dim is odd or --block is not 2 to {MOST + 1}")
     taps = tuple(map(int, options.taps.split(","))) if options.taps else default_taps(spec.layers)
     made = DrafterSpec(
         hidden=spec.hidden, heads=options.heads, kv_heads=options.kv_heads, head_dim=options.head_dim,
@@ -272,18 +275,19 @@ def train(drafter: Drafter, corpus: Corpus, options: argparse.Namespace, dice: t
     if texts - apart < options.texts:
         raise BadConfig(f"{texts} texts were written, and {apart + options.texts} are needed: --write, --texts")
     unseen = draw_blocks(corpus, torch.arange(apart, device=device), options.blocks, drafter.spec.block, dice)
-    weights = list(drafter.weights.values())
-    optimiser = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=0.01)
+    weights, optimisers = list(drafter.weights.values()), make_optimisers(drafter)
     began, curve, step, done = time.monotonic(), list[Row](), 0, 0.0
     while done < 1:
-        optimiser.param_groups[0]["lr"] = options.rate * rate_at(done)
+        for optimiser in optimisers:
+            optimiser.param_groups[0]["lr"] = options.rate * rate_at(done)
         picks = apart + torch.randperm(texts - apart, generator=dice)[: options.texts].to(device)
         blocks = draw_blocks(corpus, picks, options.blocks, drafter.spec.block, dice)
         loss, length = drafter.learn(blocks, options.decay)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad()
         step, seconds = step + 1, time.monotonic() - began
         done = max(step / options.steps, seconds / options.train)
         if 20 * done >= len(curve) + 1:
@@ -293,6 +297,13 @@ def train(drafter: Drafter, corpus: Corpus, options: argparse.Namespace, dice: t
             curve.append(dict(zip(CURVE, numbers, strict=True)))
             print("  ".join(f"{name} {value:.4g}" for name, value in curve[-1].items()), flush=True)
     return curve
+
+
+def make_optimisers(drafter: Drafter) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon learns matrices in a third of AdamW's steps; norms are no matrices."""
+    matrices, norms = ([w for w in drafter.weights.values() if w.ndim == ndim] for ndim in (2, 1))
+    muon = torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    return muon, torch.optim.AdamW(norms, betas=(0.9, 0.95), weight_decay=0.0)
 
 
 def rate_at(done: float) -> float:

@@ -120,6 +120,7 @@ def test_blocks_begin_in_answers_and_end_with_their_texts() -> None:
         ({"text": "?"}, ("--mask", "2019"), "line 5 has neither messages with roles nor a prompt"),
         ({"messages": [{"role": "assistant", "content": "?"}]}, ("--mask", "2019"), "line 5 asks nothing"),
         ({"prompt": "?"}, (), "has no token <|mask|>; --mask names one"),
+        ({"prompt": "?"}, ("--mask", "2019", "--block", "17"), "--block is not 2 to 16"),
         ({"prompt": "?"}, ("--mask", "2019", "--taps", "1,8"), "reads the outputs of layers [1, 8]"),
     ],
 )
