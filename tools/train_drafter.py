@@ -300,7 +300,7 @@ def train(drafter: Drafter, corpus: Corpus, options: argparse.Namespace, dice: t
 
 
 def make_optimisers(drafter: Drafter) -> tuple[torch.optim.Optimizer, ...]:
-    """Muon learns matrices in a third of AdamW's steps; norms are no matrices."""
+    """Muon takes fewer steps than AdamW, and is for matrices alone."""
     matrices, norms = ([w for w in drafter.weights.values() if w.ndim == ndim] for ndim in (2, 1))
     muon = torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     return muon, torch.optim.AdamW(norms, betas=(0.9, 0.95), weight_decay=0.0)
@@ -377,7 +377,7 @@ def parse() -> argparse.Namespace:
     add("--mask", type=int, help="token id; that of <|mask|> unless said")
     add("--texts", type=int, default=8, help="of one step")
     add("--blocks", type=int, default=16, help="of each text in a step")
-    add("--rate", type=float, default=1e-3, help="of learning, at most")
+    add("--rate", type=float, default=2e-3, help="of learning, at most")
     add("--decay", type=float, default=4.0, help="rows after which a row weighs 1/e")
     return parser.parse_args()
 
