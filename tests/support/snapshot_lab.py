@@ -156,6 +156,12 @@ def on_engine(engine: Engine, call: Callable[[], Any]) -> Any:
     return outcome.result(60)
 
 
+def holds_nothing(engine: Engine) -> bool:
+    """Whether no page is left once the kept slots are given up."""
+    on_engine(engine, engine._endings.give_up_kept)
+    return all(stage.pages().used == 0 for stage in engine.pipeline.stages)
+
+
 def check_slots(engine: Engine) -> None:
     """No slot is lost or in two hands, free ones hold nothing, and the pools agree with their tables."""
     on_engine(engine, lambda: _check_slots(engine))

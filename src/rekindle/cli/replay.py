@@ -87,7 +87,7 @@ def _line(
     conversation: str, turn: str, sent: str, restored: Iterable[str], computed: str, unseen: str, first: str
 ) -> str:
     tiers = " ".join(f"{tier:>7}" for tier in restored)
-    return f"{conversation:<12} {turn:>5} {sent:>7} {tiers} {computed:>9} {unseen:>7} {first:>12}"
+    return f"{conversation:<12} {turn:>4} {sent:>7} {tiers} {computed:>9} {unseen:>7} {first:>12}"
 
 
 def _summary(totals: list[Total]) -> Table:
