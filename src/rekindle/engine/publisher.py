@@ -130,7 +130,7 @@ class Publisher:
     def publish_ready(self) -> None:
         self._captures = [capture for capture in self._captures if not self._publish(capture)]
 
-    def publish_captured(self, tokens: Sequential[int], namespace: str, beyond: int = 0) -> None:
+    def publish_captured(self, tokens: Sequential[int] | np.ndarray, namespace: str, beyond: int = 0) -> None:
         """Wait for captures beyond that position which this prompt could be restored from and that are still copied,
         which takes milliseconds, and publish them with the rest."""
         prompt = np.asarray(tokens, dtype=np.int32)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from rekindle.engine.audit import Audit, Auditor
@@ -129,8 +131,7 @@ class Restorer:
 
     def _restore_prefix(self, sequence: Sequence, alone: bool) -> Placement:
         assert isinstance(sequence.state, Waiting), f"request {sequence.request.id} is {sequence.state}"
-        kept = self._roster.kept.longest(sequence.tokens, sequence.namespace)
-        if kept is not None and not self._knows_more(sequence, kept.position):
+        if (kept := self._kept_for(sequence)) is not None:
             return self._go_on(sequence, kept, alone)
         earlier = sequence.state.found
         found = earlier or self._look_up(sequence)
@@ -138,18 +139,26 @@ class Restorer:
             return Postponed.LOADING
         if not self._has_pages(sequence, found.reached + 1) and not alone:
             return Postponed.PAGES_SHORT
-        if earlier is not None and self._knows_more(sequence, found.reached):
-            return self._look_again(sequence, found, alone)
+        if earlier is not None and self._knows_more(sequence.tokens, sequence.namespace, found.reached):
+            return self._look_again(sequence, alone)
         restored = self._fill(sequence, found)
         if restored is None:
             self._roster.put_back(sequence)
-            return self._look_again(sequence, found, alone)
+            return self._look_again(sequence, alone)
         self._begin_account(sequence, found)
         release_hit(found)
         return restored
 
+    def _kept_for(self, sequence: Sequence) -> Kept | None:
+        """The kept slot that holds the longest known prefix, if one does."""
+        if not self._roster.kept:
+            return None
+        tokens = np.asarray(sequence.tokens, dtype=np.int32)  # once: a long list takes milliseconds
+        kept = self._roster.kept.longest(tokens, sequence.namespace)
+        return None if kept is None or self._knows_more(tokens, sequence.namespace, kept.position) else kept
+
     def _go_on(self, sequence: Sequence, kept: Kept, alone: bool) -> Placement:
-        """Where the longest known prefix lies in a kept slot the sequence takes that slot over: nothing is restored."""
+        """The sequence takes the slot over: nothing is restored."""
         if kept.logits.exception() is not None:  # law 5: what gave no numbers is no state to go on from
             self._endings.give_up(kept)
             return self._restore_prefix(sequence, alone)
@@ -181,7 +190,7 @@ class Restorer:
         reading.add_done_callback(lambda _: self._on_loaded(sequence))
         return None
 
-    def _look_again(self, sequence: Sequence, found: Lookup, alone: bool) -> Placement:
+    def _look_again(self, sequence: Sequence, alone: bool) -> Placement:
         self._forget_found(sequence)
         return self._restore_prefix(sequence, alone)
 
@@ -190,10 +199,10 @@ class Restorer:
         release_hit(sequence.state.found)
         self._roster.keep_found(sequence, None)
 
-    def _knows_more(self, sequence: Sequence, reached: int) -> bool:
+    def _knows_more(self, tokens: Sequential[int] | np.ndarray, namespace: str, reached: int) -> bool:
         """Whether a longer prefix is published, or was while the sequence waited with what had been found."""
-        self._publisher.publish_captured(sequence.tokens, sequence.namespace, beyond=reached)
-        return self._prefixes.known_length(sequence.tokens, sequence.namespace) > reached
+        self._publisher.publish_captured(tokens, namespace, beyond=reached)
+        return self._prefixes.known_length(tokens, namespace) > reached
 
     def _fill(self, sequence: Sequence, found: Lookup) -> Restored | None:
         """None if the stages refuse the snapshot."""
@@ -261,8 +270,9 @@ class Restorer:
         """Whether so many positions of the sequence fit now, not counting what others will still need. Kept slots are
         given up until they do, and as long as they keep places on the device from it."""
         while True:
-            shared = self._roster.kept.shared_pages(sequence.tokens[:positions], sequence.namespace)
-            pages, needed = self._pipeline.pages(), -(-positions // PAGE) - shared
+            pages, needed = self._pipeline.pages(), -(-positions // PAGE)
+            if needed > pages.at_once:
+                needed -= self._roster.kept.shared_pages(sequence.tokens[:positions], sequence.namespace)
             if needed <= pages.at_once or not self._endings.make_room(sequence):
                 return needed <= pages.free
 
