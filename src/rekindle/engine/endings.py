@@ -98,8 +98,7 @@ class Endings:
 
     def make_room(self, sequence: Sequence | None = None) -> bool:
         """Give up a kept slot, for that sequence. False if none is kept."""
-        wanted = (sequence.tokens, sequence.namespace) if sequence is not None else ()
-        victim = self._roster.kept.victim(*wanted)
+        victim = self._roster.kept.victim(sequence, self._roster.line)
         if victim is not None:
             self.give_up(victim)
         return victim is not None

@@ -7,6 +7,7 @@ is in the slower tiers as ever, so a slot that is given up loses nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Sequential
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rekindle.engine.sequence import Sequence
 from rekindle.prefix import HeldStates
 from rekindle.prompt import common_length
 from rekindle.snapshots.types import Stretch
@@ -36,6 +38,13 @@ class Kept:
 
     def serves(self, tokens: np.ndarray, namespace: str) -> bool:
         return self.namespace == namespace and np.array_equal(self.tokens, tokens[: self.position])
+
+    def may_serve(self, sequence: Sequence) -> bool:
+        """Most likely, that is: a few tokens are compared, since many sequences may wait in line."""
+        if self.namespace != sequence.namespace or self.position > len(sequence.tokens):
+            return False
+        places = (0, self.position // 2, self.position - 1)
+        return all(self.tokens[place] == sequence.tokens[place] for place in places)
 
     def shares_pages(self, tokens: np.ndarray, namespace: str) -> int:
         """Full pages of its own that a sequence of these tokens can have too."""
@@ -90,10 +99,16 @@ class KeptSlots:
         """A sequence goes on in it."""
         self._drop(kept).take(kept.position)
 
-    def victim(self, tokens: Sequential[int] | np.ndarray = (), namespace: str = "") -> Kept | None:
-        """The least recently used one. Those that share pages with these tokens, which need the room, come last."""
-        prompt = np.asarray(tokens, dtype=np.int32)
-        return min(self._kept, key=lambda kept: kept.shares_pages(prompt, namespace), default=None)
+    def victim(self, sequence: Sequence | None, line: Iterable[Sequence]) -> Kept | None:
+        """The least recently used one. Those that share pages with the sequence in need come after others, and those
+        that somebody else in line is about to take over come last."""
+        tokens, namespace = (sequence.tokens, sequence.namespace) if sequence is not None else ([], "")
+        prompt, others = np.asarray(tokens, dtype=np.int32), [other for other in line if other is not sequence]
+
+        def worth(kept: Kept) -> tuple[bool, int]:
+            return any(map(kept.may_serve, others)), kept.shares_pages(prompt, namespace)
+
+        return min(self._kept, key=worth, default=None)
 
     def give_up(self, kept: Kept) -> None:
         """Somebody else needs its slot or its pages."""

@@ -82,8 +82,7 @@ class Router:
             replica = self.replicas[index]
             here = [(other, prompt) for its, other, prompt in running if its == index]
             shared = [common_length(tokens, prompt) for other, prompt in here if other.namespace == namespace]
-            # A replica that is full would give up the kept slot before the request had its turn.
-            kept = replica.kept_length(tokens, namespace) if len(here) < replica.pipeline.slots else 0
+            kept = replica.kept_length(tokens, namespace)
             known = max([replica.prefixes.known_length(tokens, namespace), kept, *shared])
             # A prefix that ends inside the first page is not worth waiting for.
             return rests[index], -(known if known >= PAGE else 0), -kept, len(here)
