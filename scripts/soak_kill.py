@@ -89,7 +89,7 @@ class Client(threading.Thread):
                     self.tally.answers += 1
                     self._answered.release()
                     self.tally.wrong += reply.answer != expected
-                    self.tally.restored_from_disk += reply.disk > 0
+                    self.tally.restored_from_disk += reply.restored["disk"] > 0
 
 
 def soak(model: Path, kills: int, seed: int, patience: float) -> Tally:

@@ -159,8 +159,8 @@ def soak(model: Path, kills: int, seed: int) -> Tally:
             setattr(tally, name, getattr(tally, name) + value)
     status = built.engine.status()
     tally.leaked_slots = status.running + status.waiting
+    built.stop()  # which gives up the slots that are kept
     tally.leaked_pages = sum(stage.pages().used for stage in built.engine.pipeline.stages)
-    built.stop()
     return tally
 
 

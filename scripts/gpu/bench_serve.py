@@ -125,7 +125,7 @@ def say(name: str, row: Row) -> None:
     print(
         f"{name:20s} {row.what:22s} first {row.first_p50:8.1f} worst {row.first_worst:8.1f} last {row.last_first:8.1f} "
         f"gap {row.gap_p50:6.2f} p99 {row.gap_p99:7.2f} worst {row.gap_worst:7.2f} tok/s {row.decode:6.1f} "
-        f"restored {row.ram + row.disk:7d} computed {row.computed:6d} {row.failure or ''}",
+        f"restored {sum(row.restored.values()):7d} computed {row.computed:6d} {row.failure or ''}",
         flush=True,
     )
 

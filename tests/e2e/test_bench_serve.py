@@ -34,13 +34,18 @@ def rows(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
     return {row["what"]: row for row in json.loads(done.stdout.splitlines()[-1])["rows"]}
 
 
+def restored(row: dict[str, Any]) -> dict[str, int]:
+    """By tier, where something was."""
+    return {tier: tokens for tier, tokens in row["restored"].items() if tokens}
+
+
 def test_every_prompt_length_is_told_by_itself_and_what_is_sent_again_is_restored(server: Server) -> None:
     found = rows(bench(server.url, "--prompt", 8, "--prompt", 130, "--requests", 2, "--answer", 5, "--again", 1))
     assert list(found) == ["prompt 8", "prompt 130", "prompt 8 again", "prompt 130 again"]
     for length in (8, 130):
         cold, again = found[f"prompt {length}"], found[f"prompt {length} again"]
-        assert (cold["sent"], cold["computed"], cold["ram"]) == (2 * length, 2 * length, 0)
-        assert (again["sent"], again["computed"], again["ram"]) == (2 * length, 0, 2 * length)
+        assert (cold["sent"], cold["computed"], restored(cold)) == (2 * length, 2 * length, {})
+        assert (again["sent"], again["computed"], restored(again)) == (2 * length, 0, {"ram": 2 * length})
         assert cold["answered"] == again["answered"] == 10
         assert 0 < cold["first_p50"] <= cold["first_worst"] <= cold["last_first"]
         assert 0 < cold["gap_p50"] <= cold["gap_p99"] <= cold["gap_worst"]
@@ -50,15 +55,17 @@ def test_a_conversation_goes_on_from_the_answer_that_came(server: Server) -> Non
     found = rows(bench(server.url, "--prompt", 100, "--requests", 1, "--answer", 6, "--turns", 3, "--turn", 20))
     second, third = found["turn 2 on 100"], found["turn 3 on 100"]
     assert (second["sent"], third["sent"]) == (126, 152)
-    assert (second["ram"], third["ram"]) == (105, 131), "all but the last token, which no forward has consumed"
+    known = [{"device": 105}, {"device": 131}]
+    assert [restored(second), restored(third)] == known, "all but the last token, which no forward has consumed"
 
 
 def test_prompts_share_their_beginning_and_come_at_a_rate(server: Server) -> None:
     options = ("--prompt", 200, "--prefix", 128, "--requests", 3, "--rate", 50, "--answer", 2)
     (row,) = rows(bench(server.url, *options)).values()
     assert row["requests"] == 3
-    assert 128 <= row["ram"] <= 2 * 130, "the second may come before anybody knows that the beginning is shared"
-    assert row["computed"] == 3 * 200 - row["ram"]
+    found = sum(row["restored"].values())
+    assert 128 <= found <= 2 * 130, "the second may come before anybody knows that the beginning is shared"
+    assert row["computed"] == 3 * 200 - found
 
 
 def test_an_intruder_comes_in_amid_the_answers_of_others(server: Server) -> None:
@@ -73,9 +80,9 @@ def test_an_intruder_comes_in_amid_the_answers_of_others(server: Server) -> None
 
 
 def test_the_same_seed_sends_the_same_prompts_and_another_does_not(server: Server) -> None:
-    for seed, restored in ((7, 0), (7, 70), (8, 0)):
+    for seed, known in ((7, 0), (7, 70), (8, 0)):
         (row,) = rows(bench(server.url, "--prompt", 70, "--requests", 1, "--seed", seed)).values()
-        assert row["ram"] == restored
+        assert sum(row["restored"].values()) == known
 
 
 def test_a_refused_request_is_told_with_its_reason_and_a_status(server: Server) -> None:
@@ -134,7 +141,7 @@ def test_a_peer_without_token_ids_and_without_our_report_is_measured_by_its_own_
     (row,) = rows_of(asyncio.run(run_load(Client(url, token_ids=False), Load(prompts=(4,), requests=1))))
     thread.join()
     listener.close()
-    assert (row.failed, row.answered, row.ram, row.computed) == (0, 2, 3, 1)
+    assert (row.failed, row.answered, row.restored, row.computed) == (0, 2, {"cache": 3}, 1)
 
 
 def test_shares_are_counted_from_below() -> None:
@@ -156,7 +163,8 @@ def test_gaps_and_first_tokens_are_taken_from_the_arrivals() -> None:
 
 def test_the_table_fits_a_line_of_100(capsys: pytest.CaptureFixture[str]) -> None:
     answers = [
-        Answer("turn 10 on 131072", 140_000, 0, [9.9, 19.8], tokens=2, ram=131_072, computed=9_000) for _ in range(9)
+        Answer("turn 10 on 131072", 140_000, 0, [9.9, 19.8], tokens=2, restored={"ram": 131_072}, computed=9_000)
+        for _ in range(9)
     ]
     Console(width=100).print(load_table(rows_of(answers)))
     said = capsys.readouterr().out

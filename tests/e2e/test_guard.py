@@ -56,7 +56,7 @@ def test_nothing_is_restored_across_keys_nor_told_also_after_a_restart(
             assert "seen" not in (answer["rekindle"]["divergence"] or {}), "what was known is never told"
         if not first_words:
             assert alice["rekindle"]["computed"] == alice["usage"]["prompt_tokens"]
-        assert stranger["rekindle"]["restored"] == {"ram": 0, "disk": 0}
+        assert stranger["rekindle"]["restored"] == {"device": 0, "ram": 0, "disk": 0}
         first_words.append(alice["choices"][0]["text"])
         server.stop()
     assert first_words[0] == first_words[1]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.answers import Answer
+from support.snapshot_lab import holds_nothing
 
 from rekindle.build import Built, build_engine
 from rekindle.config import Config, parse_shards
@@ -69,7 +70,7 @@ def test_the_span_moves_to_a_neighbour_and_no_token_is_repeated_or_lost(
     assert all(isinstance(stage, LocalStage) for stage in built.engine.pipeline.stages)
     assert [send(built, prompt).tokens for prompt in PROMPTS] == undisturbed
     assert built.engine.status().restored_tokens >= 2 * 100
-    assert all(stage.pages().used == 0 for stage in built.engine.pipeline.stages)
+    assert holds_nothing(built.engine)
     built.stop()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.answers import Answer
+from support.snapshot_lab import holds_nothing
 
 from rekindle.build import Built, build_engine
 from rekindle.config import Config
@@ -91,7 +92,7 @@ def test_an_actor_killed_in_the_middle_of_an_answer_is_replaced_and_the_answer_g
     answer = send(spread, 5, at_token=lambda n: n == 4 and ray.kill(stage._session._actor))
     expected = send(alone, 5)
     assert answer.finished and answer.tokens == expected.tokens
-    assert all(each.pages().used == 0 for each in spread.engine.pipeline.stages)
+    assert holds_nothing(spread.engine)
 
 
 def test_settings_that_contradict_a_cluster_are_refused(moe: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.answers import Answer
+from support.snapshot_lab import holds_nothing
 
 from rekindle.build import Built, build_engine
 from rekindle.config import Config
@@ -68,7 +69,7 @@ def test_three_stages_on_three_nodes_answer_like_one_also_when_an_actor_dies(
     assert send(built, 1).finished.cache.restored_from["ram"] == 150
     killed = send(built, 4, at_token=lambda n: n == 4 and ray.kill(stages[2]._session._actor))
     assert killed.tokens == send(truth, 4).tokens
-    assert all(stage.pages().used == 0 for stage in built.engine.pipeline.stages)
+    assert holds_nothing(built.engine)
     built.stop()
 
 

@@ -27,14 +27,15 @@ from rekindle.bench.conversations import (
 )
 from rekindle.bench.replay import Row, Seen, Total
 from rekindle.cli import app
-from rekindle.cli.replay import _show, _summary
+from rekindle.cli.replay import _Printer, _summary
 from rekindle.errors import BadConfig, RekindleError
 from rekindle.prompt import common_length
 
 
 def test_the_tables_fit_a_line_of_80(capsys: pytest.CaptureFixture[str]) -> None:
-    row = Row("a" * 12, 99, True, 999_999, 999_999, 999_999, 999_999, 999_999, 999_999.0, None)
-    _show(row)
+    tiers = dict.fromkeys(("device", "ram", "disk"), 999_999)
+    row = Row("a" * 12, 99, True, 999_999, tiers, 999_999, 999_999, 999_999.0, None)
+    _Printer().show(row)
     Console(width=80).print(_summary([Total("a" * 12, True, 1.01, [row] * 9, 9_999_999)]))
     said = capsys.readouterr().out
     assert max(len(line.rstrip()) for line in said.splitlines()) <= 80
@@ -64,12 +65,12 @@ def test_computed_tokens_are_those_never_seen_before_also_across_restarts(golden
     assert [c["conversation"] for c in conversations] == 2 * names
     for conversation in conversations:
         assert conversation["ratio"] <= conversation["goal"]
-        assert conversation["disk"] > 0 or not conversation["restart"]
+        assert conversation["restored"]["disk"] > 0 or not conversation["restart"]
         for turn in conversation["turns"]:
-            assert turn["ram"] + turn["disk"] + turn["computed"] == turn["sent"]
+            assert sum(turn["restored"].values()) + turn["computed"] == turn["sent"]
     after = [turn for c in conversations for turn in c["turns"] if turn["restarted"]]
     assert len(after) == len(names)
-    assert all(turn["disk"] > 0 for turn in after)
+    assert all(turn["restored"]["disk"] > 0 for turn in after)
 
 
 def test_a_running_server_is_replayed_without_restarts_and_its_cache_can_be_kept(

@@ -78,12 +78,12 @@ def test_after_a_restart_the_next_turn_is_restored_from_disk_and_answered_alike(
     assert tokens == never_stopped
     first = after[0]
     assert first["rekindle"]["restored"]["disk"] > 0
-    assert first["rekindle"]["restored"]["ram"] == 0
+    assert first["rekindle"]["restored"]["ram"] == first["rekindle"]["restored"]["device"] == 0
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == first["rekindle"]["restored"]["disk"]
     if end == "stop":
         # All that was known is known again: only the new turn, and a few tokens of its frame, are computed.
         assert first["rekindle"]["restored"]["disk"] >= before[-1]["usage"]["prompt_tokens"] - 4
-    assert after[1]["rekindle"]["restored"]["ram"] > 0
+    assert sum(after[1]["rekindle"]["restored"].values()) > 0 == after[1]["rekindle"]["restored"]["disk"]
 
 
 def wait_for_saves(server: Any, count: int) -> None:
@@ -112,9 +112,10 @@ def test_one_line_in_the_log_tells_what_became_of_each_request(start_server: Any
     server.stop()
     server.process.wait(60)
     log = " ".join("".join(server.output).split())
-    restored = answer["rekindle"]["restored"]["ram"]
+    restored = answer["rekindle"]["restored"]
     assert log.count("prompt tokens, restored") == 2
-    assert f"restored {restored} from RAM and 0 from disk, computed {answer['rekindle']['computed']}," in log
+    where = f"{restored['device']} from device, {restored['ram']} from RAM and 0 from disk"
+    assert f"restored {where}, computed {answer['rekindle']['computed']}," in log
 
 
 def test_random_kills_under_load_leave_no_wrong_answer_and_no_unreadable_store(golden: Path) -> None:

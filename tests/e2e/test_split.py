@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.answers import Answer
+from support.snapshot_lab import holds_nothing
 
 from rekindle.build import Built, StageConfig, build_engine
 from rekindle.build.shards import Shards
@@ -80,7 +81,7 @@ def same_bits(a: Answer, b: Answer) -> bool:
 
 
 def leaks_nothing(built: Built | ByHand) -> bool:
-    return all(stage.pages().used == 0 for stage in built.engine.pipeline.stages)
+    return holds_nothing(built.engine)
 
 
 class Truth:

@@ -263,8 +263,14 @@ def two_turns() -> tuple[Prompt, Prompt]:
 
 @pytest.mark.parametrize(
     ("tier", "spans"),
-    [("ram", SPANS["one stage"]), ("disk", SPANS["one stage"]), ("disk", SPANS["three stages"])],
-    ids=["RAM", "disk", "disk, onto another split"],
+    [
+        ("device", SPANS["one stage"]),
+        ("device", SPANS["three stages"]),
+        ("ram", SPANS["one stage"]),
+        ("disk", SPANS["one stage"]),
+        ("disk", SPANS["three stages"]),
+    ],
+    ids=["device", "device, split", "RAM", "disk", "disk, onto another split"],
 )
 def test_after_a_restore_the_same_blocks_are_drafted_as_without_it(
     target: Target, tmp_path: Path, tier: str, spans: tuple[Span, ...]
@@ -273,7 +279,7 @@ def test_after_a_restore_the_same_blocks_are_drafted_as_without_it(
     cold = target.engine(ram=0)
     expected = Answer(cold, second, max_tokens=LENGTH)
     folder, ram = (tmp_path, 0) if tier == "disk" else (None, PLENTY)
-    engine = target.engine(folder, ram, spans=() if tier == "disk" else spans)
+    engine = target.engine(folder, ram, spans=() if tier == "disk" else spans, keeps=tier == "device")
     Answer(engine, first, max_tokens=1).wait()
     if tier == "disk":
         engine.stop()

@@ -262,15 +262,15 @@ def test_a_pool_that_holds_little_more_than_the_answers_changes_nothing(dense: L
     engine.stop()
 
 
-@pytest.mark.parametrize("tier", ["ram", "disk"])
+@pytest.mark.parametrize("tier", ["device", "ram", "disk"])
 def test_drafting_goes_on_after_a_restore(dense: Lab, tmp_path: Path, tier: str) -> None:
     asked = prompt(9)
     first = plain(dense, asked)
     longer = Prompt((*text(asked, first), *random_tokens(20, 10)))
     second = plain(dense, longer)
     drafts = paper_drafts(SOMETIMES, text(asked, first), text(longer, second))
-    ram, folder = (PLENTY, None) if tier == "ram" else (0, tmp_path)
-    engine = dense.engine(folder, ram, drafts=drafts)
+    ram, folder = (0, tmp_path) if tier == "disk" else (PLENTY, None)
+    engine = dense.engine(folder, ram, drafts=drafts, keeps=tier == "device")
     assert Answer(engine, asked, max_tokens=LENGTH).tokens == first.tokens
     if tier == "disk":
         engine.stop()

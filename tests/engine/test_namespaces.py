@@ -64,6 +64,9 @@ class PaperReplica:
     def known_length(self, tokens: Any, namespace: str = "") -> int:
         return self.known.get(namespace, 0)
 
+    def kept_length(self, tokens: Any, namespace: str) -> int:
+        return 0
+
     def submit(self, request: Request) -> None:
         self.taken.append(request.id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def classes(path: Path) -> dict[str, set[str]]:
     return found
 
 
+@cache
 def kind_classes() -> set[str]:
     """The bases, and all that derives from them; a Part has no kinds, so nothing may ask for it either."""
     derived = {

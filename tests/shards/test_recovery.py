@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import soak_shards
+from support.snapshot_lab import holds_nothing
 
 from rekindle.batch import Batch, Segment
 from rekindle.engine.types import Failed, Finished
@@ -96,7 +97,7 @@ def test_a_shard_killed_in_any_verb_changes_no_answer(
         assert answer.tokens == undisturbed(each, 230)
     assert assassin.kills == 1
     assert split.engine.status().running == 0
-    assert all(stage.pages().used == 0 for stage in split.engine.pipeline.stages)
+    assert holds_nothing(split.engine)
 
 
 def test_a_shard_that_dies_while_nobody_asks_is_back_for_the_next_request(

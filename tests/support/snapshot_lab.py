@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rekindle.batch import Batch, Segment, Wanted
 from rekindle.build.drafts import load_drafter
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Sampling
-from rekindle.prefix import PrefixCache, local_tiers
+from rekindle.prefix import HeldStates, PrefixCache, local_tiers
 from rekindle.prefix.types import Entry
 from rekindle.prompt import BoundaryKind, Prompt
 from rekindle.snapshots.disk import DiskStore
@@ -54,20 +55,22 @@ class Lab:
         self._tiny = tiny
         self._oracle = self.stage(slots=1)
 
-    def stage(self, span: Span | None = None, slots: int = 4, pages: int = 64) -> LocalStage:
-        stage: LocalStage = self._tiny.stage(span, slots=slots, pages=pages)
+    def stage(self, span: Span | None = None, slots: int = 4, pages: int = 64, **pool: Any) -> LocalStage:
+        stage: LocalStage = self._tiny.stage(span, slots=slots, pages=pages, **pool)
         return stage
 
     def engine(
         self, folder: Path | None = None, ram: int = PLENTY, spans: tuple[Span, ...] = (), **settings: Any
     ) -> Engine:
+        """keeps: slots of ended sequences. stages: made before, instead of those of the spans."""
         slots, pages, sizes = settings.pop("slots", 4), settings.pop("pages", 64), settings.pop("sizes", None)
+        pool, held = settings.pop("pool", {}), HeldStates(sizes, ram) if settings.pop("keeps", False) else None
         disk = DiskStore(folder, "f" * 64, PLENTY) if folder is not None else None
-        stages = [self.stage(span, slots, pages) for span in spans or (None,)]
+        stages = settings.pop("stages", ()) or [self.stage(span, slots, pages, **pool) for span in spans or (None,)]
         pipeline = Pipeline(stages, drafter=self.drafter(settings.pop("drafter", None), stages))
         return Engine(
             pipeline,
-            RecordingCache(local_tiers(ram, disk), sizes),
+            RecordingCache(local_tiers(ram, disk), sizes, held),
             EngineSettings(**{"context": 2048, "grid": 64, **settings}),
         ).start()
 
@@ -137,6 +140,43 @@ def same_bits(a: Snapshot, b: Snapshot) -> bool:
 def logit_distance(a: Snapshot, b: Snapshot) -> float:
     assert a.logits is not None and b.logits is not None
     return float((a.logits - b.logits).abs().max())
+
+
+def on_engine(engine: Engine, call: Callable[[], Any]) -> Any:
+    """What the call returns, or raises, on the engine's thread."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    engine._inbox.put(run)
+    return outcome.result(60)
+
+
+def holds_nothing(engine: Engine) -> bool:
+    """Whether no page is left once the kept slots are given up."""
+    on_engine(engine, engine._endings.give_up_kept)
+    return all(stage.pages().used == 0 for stage in engine.pipeline.stages)
+
+
+def check_slots(engine: Engine) -> None:
+    """No slot is lost or in two hands, free ones hold nothing, and the pools agree with their tables."""
+    on_engine(engine, lambda: _check_slots(engine))
+
+
+def _check_slots(engine: Engine) -> None:
+    roster = engine._roster
+    kept = [kept.slot for kept in roster.kept._kept]
+    slots = [*roster.free_slots, *kept, *(sequence.slot for sequence in roster.running)]
+    assert sorted(slots) == list(range(engine.pipeline.slots)), f"free, kept and taken are {slots}"
+    assert engine.prefixes.held is None or engine.prefixes.held.count == len(kept)
+    for stage in engine.pipeline.stages:
+        if isinstance(stage, LocalStage):
+            stage.check()
+            assert not any(stage._tables[slot].pages for slot in roster.free_slots), "a free slot holds pages"
 
 
 def wait_until(true: Callable[[], bool]) -> None:

@@ -143,8 +143,9 @@ class RequestRecord:
 
 
 def _restored_from(cache: CacheReport) -> str:
-    """Say "384 from RAM and 0 from disk"."""
-    return " and ".join(f"{tokens} from {SPELT.get(tier, tier)}" for tier, tokens in cache.restored_from.items())
+    """Say "0 from device, 384 from RAM and 0 from disk"."""
+    *others, last = (f"{tokens} from {SPELT.get(tier, tier)}" for tier, tokens in cache.restored_from.items())
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _milliseconds(seconds: float) -> float:

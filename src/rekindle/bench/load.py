@@ -13,7 +13,7 @@ import json
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -89,8 +89,7 @@ class Answer:
     arrivals: list[float] = field(default_factory=list)  # of events with tokens
     ids: list[int] = field(default_factory=list)
     tokens: int = 0
-    ram: int = 0
-    disk: int = 0
+    restored: dict[str, int] = field(default_factory=dict)  # tokens by tier, as the server names its tiers
     computed: int = 0
     failure: str | None = None
 
@@ -219,10 +218,9 @@ def _take(answer: Answer, event: dict[str, Any], came: float) -> None:
     answer.tokens = usage.get("completion_tokens", answer.tokens)
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     if usage:
-        answer.ram, answer.computed = cached, usage.get("prompt_tokens", answer.prompt) - cached
+        answer.restored, answer.computed = {"cache": cached}, usage.get("prompt_tokens", answer.prompt) - cached
     if (report := event.get("rekindle")) is not None:
-        answer.ram, answer.disk = report["restored"]["ram"], report["restored"]["disk"]
-        answer.computed = report["computed"]
+        answer.restored, answer.computed = report["restored"], report["computed"]
 
 
 # -- many of them ---------------------------------------------------------------------------------------------------
@@ -325,8 +323,7 @@ class Row:
     decode: float  # tokens per second of one answer, behind its first; the median
     throughput: float  # tokens sent and answered per second, of all together
     sent: int  # prompt tokens
-    ram: int
-    disk: int
+    restored: dict[str, int]  # by tier
     computed: int
     answered: int
 
@@ -378,11 +375,16 @@ def _row(what: str, answers: Sequence[Answer]) -> Row:
         decode=round(share_below(speeds, 0.5), 1),
         throughput=round((sent + answered) / (ended - began), 1) if ended > began else 0.0,
         sent=sent,
-        ram=sum(answer.ram for answer in good),
-        disk=sum(answer.disk for answer in good),
+        restored=add_up([answer.restored for answer in good]),
         computed=sum(answer.computed for answer in good),
         answered=answered,
     )
+
+
+def add_up(each: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Sums by name."""
+    names = dict.fromkeys(name for some in each for name in some)
+    return {name: sum(some.get(name, 0) for some in each) for name in names}
 
 
 def share_below(values: Sequence[float], share: float) -> float:

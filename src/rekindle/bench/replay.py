@@ -1,8 +1,8 @@
 """Agent-like conversations against a live server, and an account of every prompt token in them.
 
-Per turn: tokens sent, restored from RAM and from disk, computed, and never seen before. The last number is the
-client's own: a position of a prompt counts as seen if the same prefix was sent or generated before, so it is the least
-that any server has to compute. What the server computed for the requests, divided by that, is the figure of merit.
+Per turn: tokens sent, restored from each tier, computed, and never seen before. The last number is the client's own: a
+position of a prompt counts as seen if the same prefix was sent or generated before, so it is the least that any server
+has to compute. What the server computed for the requests, divided by that, is the figure of merit.
 
 A server may also prepare the next prompt while the client is busy. A request then finds computed what its client never
 sent before, so the figure can fall below 1; the second figure counts that work too, used or not.
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from rekindle.bench.conversations import RECORDED_GOAL, SCRIPTS, Conversation, Message, Said, Script, Sizes, recorded
+from rekindle.bench.load import add_up
 from rekindle.errors import BadConfig, RekindleError
 from rekindle.prompt import common_length
 
@@ -63,8 +64,7 @@ class Reply:
     message: Message  # the assistant's, to be sent back
     prompt: list[int]
     answer: list[int]  # with the stop token
-    ram: int
-    disk: int
+    restored: dict[str, int]  # by tier
     computed: int
     miss: str | None
     first_token: float  # seconds
@@ -78,8 +78,7 @@ class Row:
     turn: int
     restarted: bool  # the server was started again just before
     sent: int
-    ram: int
-    disk: int
+    restored: dict[str, int]  # by tier
     computed: int
     unseen: int
     first_token_ms: float
@@ -117,12 +116,13 @@ class Total:
         return self.ratio <= self.goal
 
     def as_dict(self) -> dict[str, Any]:
-        sums = {name: sum(getattr(row, name) for row in self.rows) for name in ("sent", "ram", "disk", "unseen")}
         first = sorted(row.first_token_ms for row in self.rows)
         return {
             "conversation": self.conversation,
             "restart": self.restart,
-            **sums,
+            "sent": sum(row.sent for row in self.rows),
+            "restored": add_up([row.restored for row in self.rows]),
+            "unseen": self.unseen,
             "computed": self.computed,
             "computed_with_background": self.engine_computed,
             "ratio": round(self.ratio, 4),
@@ -279,10 +279,7 @@ def _read_reply(events: Iterable[dict[str, Any]], began: float) -> Reply:
             first_token = time.monotonic() - began
     if prompt is None or report is None:
         raise ReplayFailed("the server does not say what it restored: no prompt_token_ids, or no rekindle object")
-    restored = report["restored"]
-    return Reply(
-        message, prompt, answer, restored["ram"], restored["disk"], report["computed"], report["miss"], first_token
-    )
+    return Reply(message, prompt, answer, report["restored"], report["computed"], report["miss"], first_token)
 
 
 # -- replaying ------------------------------------------------------------------------------------------------------
@@ -334,8 +331,7 @@ def _play(
             turn,
             turn == restart_at,
             len(reply.prompt),
-            reply.ram,
-            reply.disk,
+            reply.restored,
             reply.computed,
             len(reply.prompt) - seen.length(reply.prompt),
             round(reply.first_token * 1000, 1),

@@ -17,7 +17,7 @@ from rekindle.config import Config, show_bytes, snapshot_folder
 from rekindle.errors import BadConfig
 from rekindle.placement import Plan
 from rekindle.pool.choice import LEAD
-from rekindle.prefix import PrefixCache, Tier, check_budgets, local_tiers
+from rekindle.prefix import HeldStates, PrefixCache, Tier, check_budgets, local_tiers
 from rekindle.snapshots.about import About, describe, strangers
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.files import make_folder
@@ -34,8 +34,8 @@ DISK_MOST = 64 << 30  # … and no more than so many bytes, unless --cache-disk 
 class SharedPrefixes(PrefixCache):
     """One cache for all replicas: each restores what another has computed. The last replica to stop closes it."""
 
-    def __init__(self, tiers: Sequence[Tier], sizes: SnapshotBytes, sharers: int) -> None:
-        super().__init__(tiers, sizes)
+    def __init__(self, tiers: Sequence[Tier], sizes: SnapshotBytes, held: HeldStates | None, sharers: int) -> None:
+        super().__init__(tiers, sizes, held)
         self._sharers = sharers
 
     def close(self) -> None:
@@ -85,7 +85,9 @@ def make_prefix_cache(config: Config, model: Model, plan: Plan, ram: int, slabs:
         for warning in [*check_budgets(sizes.state, budgets), *_too_long_to_keep(sizes, plan.wishes.context, budgets)]:
             log.warning("%s", warning)
         log.info("snapshots may take %s; one takes %s beside its pages", _in_words(budgets), show_bytes(sizes.state))
-        prefixes = SharedPrefixes(tiers, sizes, config.replicas)
+        # Who gives snapshots no room anywhere wants nothing kept, on the device neither.
+        held = HeldStates(sizes, ram) if any(budgets.values()) else None
+        prefixes = SharedPrefixes(tiers, sizes, held, config.replicas)
         undo.pop_all()
     return prefixes
 

@@ -129,7 +129,7 @@ def load_table(rows: Sequence[LoadRow]) -> Table:
             f"{row.gap_p50:,.1f}…{row.gap_p99:,.1f}",
             f"{row.gap_worst:,.1f}",
             f"{row.decode:,.0f}",
-            f"{row.ram + row.disk:,}",
+            f"{sum(row.restored.values()):,}",
             f"{row.computed:,}",
         )
     table.caption = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -17,9 +17,6 @@ from rich.table import Table
 from rekindle.bench.conversations import Sizes, own_session, read_session
 from rekindle.bench.replay import OwnServer, Row, Server, Total
 from rekindle.bench.replay import replay as run_replay
-
-COLUMNS = ("conversation", "turn", "sent", "RAM", "disk", "computed", "unseen", "first token")
-FORM = "{:<12} {:>5} {:>7} {:>7} {:>7} {:>9} {:>7} {:>12}"
 
 
 def replay(
@@ -47,8 +44,7 @@ def replay(
     requests = read_session(session or own_session())
     sizes = Sizes(turns=turns, answer=answer).scaled(scale)
     with _server(url, model, serve, api_key) as server:
-        print(FORM.format(*COLUMNS))
-        totals = run_replay(server, sizes, requests, only or (), _show)
+        totals = run_replay(server, sizes, requests, only or (), _Printer().show)
     Console().print(_summary(totals))
     if url is not None:
         print("no conversation with a restart in its middle: the server is not ours to restart")
@@ -71,11 +67,27 @@ def _server(url: str | None, model: Path | None, options: str, key: str | None) 
             server.stop()
 
 
-def _show(row: Row) -> None:
-    if row.restarted:
-        print("-- the server was stopped and started again")
-    counts = (row.sent, row.ram, row.disk, row.computed, row.unseen)
-    print(FORM.format(row.conversation, row.turn + 1, *counts, f"{row.first_token_ms:,.0f} ms"), flush=True)
+class _Printer:
+    """A line per turn; the first one tells which tiers the server has."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+
+    def show(self, row: Row) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            print(_line("conversation", "turn", "sent", row.restored, "computed", "unseen", "first token"))
+        if row.restarted:
+            print("-- the server was stopped and started again")
+        tokens = (str(row.sent), map(str, row.restored.values()), str(row.computed), str(row.unseen))
+        print(_line(row.conversation, str(row.turn + 1), *tokens, f"{row.first_token_ms:,.0f} ms"), flush=True)
+
+
+def _line(
+    conversation: str, turn: str, sent: str, restored: Iterable[str], computed: str, unseen: str, first: str
+) -> str:
+    tiers = " ".join(f"{tier:>7}" for tier in restored)
+    return f"{conversation:<12} {turn:>4} {sent:>7} {tiers} {computed:>9} {unseen:>7} {first:>12}"
 
 
 def _summary(totals: list[Total]) -> Table:

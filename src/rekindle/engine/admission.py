@@ -40,7 +40,7 @@ class Admission:
         """Background work gives up its slot to a client's request if no slot is free; its snapshots stay published."""
         self._roster.enqueue(sequence)
         background = self._roster.background
-        if not sequence.background and not self._roster.free_slots and background:
+        if not sequence.background and not self._roster.slots_left and background:
             background[-1].cancel()
 
     def take_loaded(self, sequence: Sequence) -> None:
@@ -54,7 +54,7 @@ class Admission:
         """In order of the line. A sequence that waits for the disk keeps a slot free, and the next may go before it."""
         reserved = 0
         for sequence in tuple(self._roster.line):
-            if len(self._roster.free_slots) == reserved:
+            if self._roster.slots_left == reserved:
                 return
             if sequence.background and not self._roster.only_background_runs:
                 return
@@ -75,8 +75,7 @@ class Admission:
         except StageLost:
             raise
         except Exception as error:
-            if (slot := self._roster.put_back(sequence)) is not None:
-                self._endings.close_or_break(slot)
+            self._put_back(sequence)
             self._endings.fail([sequence], error)
             return None
 
@@ -85,13 +84,18 @@ class Admission:
         try:
             return self._restorer.place(sequence, alone=not others_run)
         except StageLost:
-            self._roster.put_back(sequence)
+            self._put_back(sequence)
             raise
         except PoolFull as error:
-            if not others_run:
+            if not others_run and not self._roster.kept:
                 raise PromptTooLong(f"the KV pool cannot take the state to restore: {error}") from error
-            self._roster.put_back(sequence)
-            return Postponed.PAGES_SHORT
+            self._put_back(sequence)
+            return self._restore(sequence) if self._endings.make_room(sequence) else Postponed.PAGES_SHORT
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """A slot that it took over holds a state still."""
+        if (slot := self._roster.put_back(sequence)) is not None:
+            self._endings.close_or_break(slot)
 
     def _start(self, sequence: Sequence, restored: Restored) -> None:
         self._roster.start(sequence)

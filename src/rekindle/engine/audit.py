@@ -8,12 +8,12 @@ earlier process with other threads, GPUs) two right states differ by rounding, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from rekindle.prefix import Hit, PrefixCache
+from rekindle.prefix import PrefixCache
 from rekindle.prefix.types import Entry
 from rekindle.snapshots.types import DRAFTER_LAYER, Part, Snapshot
 
@@ -27,7 +27,7 @@ COARSE_BOUND = 0.25  # GPUs and 16-bit types: mean difference, in standard devia
 class Audit:
     """A snapshot that was restored and is to be computed again."""
 
-    entry: Entry
+    entry: Entry | None  # None: of a kept slot, and the index has no snapshot of its tokens
     snapshot: Snapshot
 
     @property
@@ -50,13 +50,13 @@ class Auditor:
         self._restores = 0
         self._waiting: Audit | None = None  # at most one: it keeps its snapshot in memory
 
-    def note(self, hit: Hit) -> None:
-        """A snapshot was restored; every so many restores one is remembered for an audit."""
+    def note(self, audit: Callable[[], Audit]) -> None:
+        """A snapshot was restored, or a kept slot taken over; one of so many is remembered for an audit."""
         if self._every:
             self._restores += 1
             if self._restores >= self._every and self._waiting is None:
                 self._restores = 0
-                self._waiting = Audit(hit.entry, hit.snapshot)
+                self._waiting = audit()
 
     def take(self) -> Audit | None:
         audit, self._waiting = self._waiting, None
@@ -68,7 +68,8 @@ class Auditor:
         if fault is not None:
             self.mismatches += 1
             log.error("audit: the snapshot of %d tokens is wrong and was quarantined: %s", cold.position, fault)
-            self._prefixes.quarantine(audit.entry, f"audit: {fault}")
+            if audit.entry is not None:
+                self._prefixes.quarantine(audit.entry, f"audit: {fault}")
         self.audits += 1  # last: a reader of the count finds the outcome
 
     def _fault(self, audit: Audit, cold: Snapshot) -> str | None:
@@ -89,7 +90,8 @@ class Auditor:
     def _must_be_exact(self, audit: Audit, cold: Snapshot) -> bool:
         ours = audit.snapshot
         alone = all(stretch.how == "prefill" for stretch in (*ours.stretches, *cold.stretches))
-        return self._on_cpu and alone and ours.grid == cold.grid and not audit.entry.inherited
+        inherited = audit.entry is not None and audit.entry.inherited
+        return self._on_cpu and alone and ours.grid == cold.grid and not inherited
 
 
 def _pairs(ours: Snapshot, cold: Snapshot) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:

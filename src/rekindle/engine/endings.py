@@ -6,9 +6,14 @@ import logging
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequential
+from concurrent.futures import Future
 from contextlib import contextmanager
 
+import numpy as np
+import torch
+
 from rekindle.engine.inbox import Inbox
+from rekindle.engine.kept_slots import Kept
 from rekindle.engine.loader import drop_lookup
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.roster import Roster
@@ -68,11 +73,43 @@ class Endings:
         )
 
     def capture_answer(self, sequence: Sequence) -> None:
-        """Capture the state after the answer, where a client that only appends goes on, and release the slot."""
+        """Capture the state after the answer, where a client that only appends goes on, and keep the slot, or release
+        it where none is kept."""
         assert sequence.logits is not None, "a finished answer has the logits after its last token"
         self._publisher.capture(sequence, sequence.position, BoundaryKind.ANSWER)
-        self._publisher.give_logits(sequence, sequence.position, sequence.logits)
-        self.release_or_break(sequence)
+        if self._roster.kept.is_on:
+            logits = self._publisher.bring(sequence.logits)
+            self._publisher.give_logits(sequence, sequence.position, logits)
+            self._keep(sequence, logits)
+        else:
+            self._publisher.give_logits(sequence, sequence.position, sequence.logits)
+            self.release_or_break(sequence)
+
+    def _keep(self, sequence: Sequence, logits: Future[torch.Tensor]) -> None:
+        """What stands at the same tokens since before gives way to it, and so do the oldest if they take too much."""
+        tokens = np.asarray(sequence.tokens[: sequence.position], dtype=np.int32)
+        before = self._roster.kept.longest(tokens, sequence.namespace)
+        kept = Kept(sequence.slot, tokens, sequence.namespace, tuple(sequence.stretches), logits)
+        self._roster.keep(sequence, kept)
+        if before is not None and before.position == kept.position:
+            self.give_up(before)
+        while self._roster.kept.too_many:
+            self.make_room()
+
+    def make_room(self, sequence: Sequence | None = None) -> bool:
+        """Give up a kept slot, for that sequence. False if none is kept."""
+        victim = self._roster.kept.victim(sequence, self._roster.line)
+        if victim is not None:
+            self.give_up(victim)
+        return victim is not None
+
+    def give_up(self, kept: Kept) -> None:
+        self.close_or_break(self._roster.give_up(kept))
+
+    def give_up_kept(self) -> None:
+        """All of them: what their slots hold is lost, or not to be trusted, or the engine ends."""
+        while self.make_room():
+            pass
 
     def cancel_marked(self) -> None:
         """End the requests that were cancelled and have nothing in flight."""

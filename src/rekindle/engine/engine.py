@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from rekindle.engine.account import Totals
@@ -30,6 +32,7 @@ from rekindle.engine.endings import Endings
 from rekindle.engine.flight import Flight
 from rekindle.engine.inbox import Inbox
 from rekindle.engine.intake import make_sequence
+from rekindle.engine.kept_slots import KeptSlots
 from rekindle.engine.launch import Launcher
 from rekindle.engine.pace import Pace
 from rekindle.engine.publisher import Publisher
@@ -89,7 +92,7 @@ class Engine:
         self._totals = Totals()
         self._flights: deque[Flight] = deque()  # the launcher appends, the collector takes the oldest
         self._inbox = inbox = Inbox(settings.queue)
-        self._roster = roster = Roster(pipeline.slots, scheduler)
+        self._roster = roster = Roster(pipeline.slots, scheduler, KeptSlots(prefixes.held))
         self._publisher = publisher = Publisher(pipeline, prefixes, grid)
         self._auditor = Auditor(prefixes, settings.audit, on_cpu)
         self._endings = endings = Endings(pipeline, publisher, roster, inbox)
@@ -99,7 +102,7 @@ class Engine:
             pipeline, self._flights, roster, publisher, self._audits, endings, self._totals, pace, costs
         )
         self._restorer = Restorer(
-            pipeline, prefixes, roster, publisher, self._auditor, self._note_loaded, grid, settings.drawable
+            pipeline, prefixes, roster, publisher, self._auditor, endings, self._note_loaded, grid, settings.drawable
         )
         twins = Twins(prefixes, publisher, roster)
         self._admission = Admission(roster, inbox, self._restorer, twins, self._collector, endings, self._totals)
@@ -145,6 +148,10 @@ class Engine:
         self._publisher.publish_captured(prompt.tokens, namespace)
         for mark in prompt.marks:
             self.prefixes.keep(prompt.tokens[:mark], seconds, namespace)
+
+    def kept_length(self, tokens: Sequential[int] | np.ndarray, namespace: str) -> int:
+        """How much of a prompt lies in a slot that the engine keeps."""
+        return self._roster.kept.known_length(tokens, namespace)
 
     def status(self) -> EngineStatus:
         return EngineStatus(
@@ -220,6 +227,7 @@ class Engine:
         self._collector.collect_all()
         self._endings.cancel_all()
         self._publisher.drain()
+        self._endings.give_up_kept()
 
     def _is_idle(self) -> bool:
         """Whether nothing can be done until a command arrives. Idle time is used for captures, then for an audit."""

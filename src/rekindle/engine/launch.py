@@ -1,6 +1,7 @@
 """Batches into the pipeline: what the scheduler chooses and the free pages can take.
 
-If pages are short and nothing in flight will free any, the youngest sequence is preempted.
+If pages are short kept slots are given up; if that is not enough, and nothing in flight will free any, the youngest
+sequence is preempted.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -21,7 +23,7 @@ from rekindle.engine.sequence import Sequence
 from rekindle.engine.types import FinishReason
 from rekindle.snapshots.types import Snapshot
 from rekindle.spec import PAGE
-from rekindle.stages import Pipeline
+from rekindle.stages import PageCount, Pipeline
 from rekindle.stages.types import PendingTokens
 
 log = logging.getLogger("rekindle.engine")
@@ -30,17 +32,24 @@ log = logging.getLogger("rekindle.engine")
 class FreePages:
     """Pages that no sequence has and no batch in flight will take."""
 
-    def __init__(self, free: int) -> None:
-        self._free = free
+    def __init__(self, count: Callable[[], PageCount], reserved: int, make_room: Callable[[], bool]) -> None:
+        """make_room: gives up a kept slot, if there is one."""
+        self._count = count
+        self._pages = count()
+        self._reserved = reserved
+        self._make_room = make_room
         self.short = False  # a segment did not fit
 
     def fit(self, sequence: Sequence, end: int) -> bool:
-        """Reserve the pages of its positions up to `end`, if they are free."""
+        """Reserve the pages of its positions up to `end`, if they are free. Kept slots make room on the device."""
         needed = sequence.pages_needed(end)
-        if needed > self._free:
+        reserved = self._reserved + needed
+        while needed and reserved > self._pages.at_once and self._make_room():
+            self._pages = self._count()
+        if needed and reserved > self._pages.free:
             self.short = True
             return False
-        self._free -= needed
+        self._reserved = reserved
         return True
 
 
@@ -103,7 +112,7 @@ class Launcher:
         return len(self._flights) < self._scheduler.in_flight and not failed
 
     def _free_pages(self) -> FreePages:
-        return FreePages(self._pipeline.pages().free - sum(map(_pages_of, self._flights)))
+        return FreePages(self._pipeline.pages, sum(map(_pages_of, self._flights)), self._endings.make_room)
 
     def _capture_at_boundary(self, sequence: Sequence) -> None:
         kind = sequence.boundaries.kinds.get(sequence.position)

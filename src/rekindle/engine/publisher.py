@@ -93,9 +93,10 @@ class Publisher:
 
     def make_ready(self, logits: torch.Tensor) -> None:
         """Copy a row to the host once, before the first request."""
-        self._bring(logits).result()
+        self.bring(logits).result()
 
-    def _bring(self, logits: torch.Tensor) -> Future[torch.Tensor]:
+    def bring(self, logits: torch.Tensor) -> Future[torch.Tensor]:
+        """A row in host memory of its own; raises BadLogits if it holds what is no number."""
         row = logits.detach().float()
         return self._rows.submit(_own_row, OnHost(row), OnHost(row.isfinite().all()))
 
@@ -120,19 +121,21 @@ class Publisher:
         """Whether a snapshot of this sequence at this position is still on its way."""
         return any(p.sequence is sequence and p.position == position for p in self._captures)
 
-    def give_logits(self, sequence: Sequence, position: int, logits: torch.Tensor) -> None:
+    def give_logits(self, sequence: Sequence, position: int, logits: torch.Tensor | Future[torch.Tensor]) -> None:
+        """The row after `position` tokens, or the one that was brought before."""
         for capture in self._captures:
             if capture.sequence is sequence and capture.position == position:
-                capture.logits = self._bring(logits)
+                capture.logits = logits if isinstance(logits, Future) else self.bring(logits)
 
     def publish_ready(self) -> None:
         self._captures = [capture for capture in self._captures if not self._publish(capture)]
 
-    def publish_captured(self, tokens: Sequential[int], namespace: str) -> None:
-        """Wait for captures that this prompt could be restored from and that are still copied, which takes
-        milliseconds, and publish them with the rest."""
+    def publish_captured(self, tokens: Sequential[int] | np.ndarray, namespace: str, beyond: int = 0) -> None:
+        """Wait for captures beyond that position which this prompt could be restored from and that are still copied,
+        which takes milliseconds, and publish them with the rest."""
         prompt = np.asarray(tokens, dtype=np.int32)
-        self._publish_after([capture for capture in self._captures if capture.serves(prompt, namespace)])
+        longer = [capture for capture in self._captures if capture.position > beyond]
+        self._publish_after([capture for capture in longer if capture.serves(prompt, namespace)])
 
     def abandon(self) -> None:
         """A stage was lost: publish captures that are complete, drop those whose forward never came back."""

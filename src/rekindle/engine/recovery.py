@@ -56,8 +56,10 @@ class Recovery:
         try:
             self._pipeline.recover()
             self._publisher.abandon()
+            self._endings.give_up_kept()
         except Exception as failure:
             self._publisher.abandon()
+            self._endings.give_up_kept()
             self._fail_for_good(error, failure)
             return
         running = self._roster.running
@@ -72,11 +74,13 @@ class Recovery:
         for sequence in self._roster.running:
             sequence.drop_flights()
         self._endings.cancel_all()
+        self._endings.give_up_kept()
 
     def fail_everything(self, error: Exception) -> None:
         log.error("the engine's step failed; ending the requests it held", exc_info=error)
         self._flights.clear()
         self._endings.fail(self._roster.everyone(), error)
+        self._endings.give_up_kept()
 
     def _start_over(self, sequence: Sequence) -> None:
         if sequence.answered:

@@ -1,21 +1,26 @@
 """A slot is filled with everything that is already known about the prompt.
 
-A snapshot in RAM is restored at once. One on disk is read by a loader thread while other sequences run: the sequence
-waits in line, a slot is kept free for it, and its snapshot is restored when it has been read.
+A kept slot that holds it is taken over. A snapshot in RAM is restored at once. One on disk is read by a loader thread
+while other sequences run: the sequence waits in line, a slot is left for it, and its snapshot is restored when it has
+been read.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from rekindle.engine.audit import Audit, Auditor
+from rekindle.engine.endings import Endings
 from rekindle.engine.forcing import impose
+from rekindle.engine.kept_slots import Kept
 from rekindle.engine.loader import Loader, release_hit
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.roster import Roster
@@ -25,8 +30,9 @@ from rekindle.engine.state import Loading, Preempted, Waiting
 from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.types import CacheReport, Divergence
 from rekindle.errors import SnapshotMismatch
-from rekindle.prefix import Hit, Lookup, Miss, PrefixCache
+from rekindle.prefix import HeldStates, Hit, Lookup, Miss, PrefixCache
 from rekindle.prompt import Boundary, BoundaryKind
+from rekindle.snapshots.types import Snapshot
 from rekindle.spec import PAGE
 from rekindle.stages import Pipeline
 
@@ -60,6 +66,7 @@ class Restorer:
         roster: Roster,
         publisher: Publisher,
         auditor: Auditor,
+        endings: Endings,
         on_loaded: Callable[[Sequence], None],
         grid: int,
         tokens: int | None = None,
@@ -70,6 +77,7 @@ class Restorer:
         self._roster = roster
         self._publisher = publisher
         self._auditor = auditor
+        self._endings = endings
         self._on_loaded = on_loaded
         self._grid = grid
         self._tokens = tokens
@@ -98,23 +106,23 @@ class Restorer:
 
     def _resume(self, sequence: Sequence, state: Preempted, alone: bool) -> Placement:
         position = state.snapshot.position
-        if not (alone or self._has_pages(position + 1)):
+        if not self._has_pages(sequence, position + 1) and not alone:
             return Postponed.PAGES_SHORT
-        slot = self._roster.take_slot(sequence)
+        slot = self._take_slot(sequence)
         self._pipeline.restore(slot, position, state.snapshot.parts)
         self._note_context(sequence, slot, position)
         sequence.stand_at(position)
         return Restored()
 
     def _open_for_audit(self, sequence: Sequence, audit: Audit) -> Placement:
-        self._pipeline.open(self._roster.take_slot(sequence))
+        self._pipeline.open(self._take_slot(sequence))
         sequence.boundaries.cuts = audit.cuts
         return Restored()
 
     def _open_for_scores(self, sequence: Sequence) -> Placement:
         """Every prompt token needs logits, and a snapshot has those of the last only."""
         found = self._prefixes.record_bypass(Miss.PROMPT_LOGPROBS)
-        self._pipeline.open(self._roster.take_slot(sequence))
+        self._pipeline.open(self._take_slot(sequence))
         found.taken()
         sequence.account.cache = CacheReport(self._prefixes.by_tier(), sequence.prompt_length, miss=found.reason)
         return Restored()
@@ -123,21 +131,51 @@ class Restorer:
 
     def _restore_prefix(self, sequence: Sequence, alone: bool) -> Placement:
         assert isinstance(sequence.state, Waiting), f"request {sequence.request.id} is {sequence.state}"
-        kept = sequence.state.found
-        found = kept or self._look_up(sequence)
+        if (kept := self._kept_for(sequence)) is not None:
+            return self._go_on(sequence, kept, alone)
+        earlier = sequence.state.found
+        found = earlier or self._look_up(sequence)
         if found is None:
             return Postponed.LOADING
-        if not (alone or self._has_pages(found.reached + 1)):
+        if not self._has_pages(sequence, found.reached + 1) and not alone:
             return Postponed.PAGES_SHORT
-        if kept is not None and self._knows_more(sequence, found):
-            return self._look_again(sequence, found, alone)
+        if earlier is not None and self._knows_more(sequence.tokens, sequence.namespace, found.reached):
+            return self._look_again(sequence, alone)
         restored = self._fill(sequence, found)
         if restored is None:
             self._roster.put_back(sequence)
-            return self._look_again(sequence, found, alone)
+            return self._look_again(sequence, alone)
         self._begin_account(sequence, found)
         release_hit(found)
         return restored
+
+    def _kept_for(self, sequence: Sequence) -> Kept | None:
+        """The kept slot that holds the longest known prefix, if one does."""
+        if not self._roster.kept:
+            return None
+        tokens = np.asarray(sequence.tokens, dtype=np.int32)  # once: a long list takes milliseconds
+        kept = self._roster.kept.longest(tokens, sequence.namespace)
+        return None if kept is None or self._knows_more(tokens, sequence.namespace, kept.position) else kept
+
+    def _go_on(self, sequence: Sequence, kept: Kept, alone: bool) -> Placement:
+        """The sequence takes the slot over: nothing is restored."""
+        if kept.logits.exception() is not None:  # law 5: what gave no numbers is no state to go on from
+            self._endings.give_up(kept)
+            return self._restore_prefix(sequence, alone)
+        self._forget_found(sequence)
+        found = self._prefixes.lookup_held(sequence.tokens, kept.position, sequence.namespace)
+        slot, logits = self._roster.take_over(sequence, kept), kept.logits.result()
+        first = self._draw_first(sequence, logits) if kept.position == sequence.prefill_end else None
+        self._auditor.note(lambda: self._audit_of(kept))
+        self._note_context(sequence, slot, kept.position)
+        sequence.stand_at(kept.position, kept.stretches)
+        self._begin_account(sequence, found)
+        return Restored(first)
+
+    def _audit_of(self, kept: Kept) -> Audit:
+        parts = self._pipeline.capture(kept.slot).result()
+        snapshot = Snapshot(kept.tokens, parts, kept.logits.result(), self._grid, kept.stretches)
+        return Audit(self._prefixes.find(kept.tokens, kept.namespace), snapshot)
 
     def _look_up(self, sequence: Sequence) -> Lookup | None:
         """What the index knows; None while a loader thread reads it from disk."""
@@ -151,19 +189,23 @@ class Restorer:
         reading.add_done_callback(lambda _: self._on_loaded(sequence))
         return None
 
-    def _look_again(self, sequence: Sequence, found: Lookup, alone: bool) -> Placement:
-        self._roster.keep_found(sequence, None)
-        release_hit(found)
+    def _look_again(self, sequence: Sequence, alone: bool) -> Placement:
+        self._forget_found(sequence)
         return self._restore_prefix(sequence, alone)
 
-    def _knows_more(self, sequence: Sequence, found: Lookup) -> bool:
-        """Whether a longer prefix was published while the sequence waited with what had been found."""
-        self._publisher.publish_captured(sequence.tokens, sequence.namespace)
-        return self._prefixes.known_length(sequence.tokens, sequence.namespace) > found.reached
+    def _forget_found(self, sequence: Sequence) -> None:
+        assert isinstance(sequence.state, Waiting), f"request {sequence.request.id} is {sequence.state}"
+        release_hit(sequence.state.found)
+        self._roster.keep_found(sequence, None)
+
+    def _knows_more(self, tokens: Sequential[int] | np.ndarray, namespace: str, reached: int) -> bool:
+        """Whether a longer prefix is published, or was while the sequence waited with what had been found."""
+        self._publisher.publish_captured(tokens, namespace, beyond=reached)
+        return self._prefixes.known_length(tokens, namespace) > reached
 
     def _fill(self, sequence: Sequence, found: Lookup) -> Restored | None:
         """None if the stages refuse the snapshot."""
-        slot = self._roster.take_slot(sequence)
+        slot = self._take_slot(sequence)
         if found.hit is not None:
             return self._restore_hit(sequence, slot, found.hit)
         self._pipeline.open(slot)
@@ -181,7 +223,7 @@ class Restorer:
             log.error("a snapshot of %d tokens does not fit the stages and is quarantined: %s", hit.position, error)
             self._prefixes.quarantine(hit.entry, str(error))
             return None
-        self._auditor.note(hit)
+        self._auditor.note(lambda: Audit(hit.entry, hit.snapshot))
         self._note_context(sequence, slot, hit.position)
         sequence.stand_at(hit.position, hit.snapshot.stretches)
         return Restored(first)
@@ -216,15 +258,27 @@ class Restorer:
     def _report(self, sequence: Sequence, found: Lookup) -> CacheReport:
         restored, tier = sequence.position, found.hit.tier if found.hit is not None else None
         return CacheReport(
-            restored_from=self._prefixes.by_tier(restored, tier),
+            restored_from=self._prefixes.by_tier(restored, HeldStates.name if found.held else tier),
             computed=sequence.prompt_length - restored,
             miss=found.reason,
             divergence=Divergence(found.divergence, found.ours, found.seen) if found.miss is not None else None,
         )
 
-    def _has_pages(self, positions: int) -> bool:
-        """Whether a sequence of that many positions fits now, not counting what others will still need."""
-        return -(-positions // PAGE) <= self._pipeline.pages().free
+    def _has_pages(self, sequence: Sequence, positions: int) -> bool:
+        """Whether so many positions of the sequence fit now, not counting what others will still need. Kept slots are
+        given up until they do, and as long as they keep places on the device from it."""
+        while True:
+            pages, needed = self._pipeline.pages(), -(-positions // PAGE)
+            if needed > pages.at_once:
+                needed -= self._roster.kept.shared_pages(sequence.tokens[:positions], sequence.namespace)
+            if needed <= pages.at_once or not self._endings.make_room(sequence):
+                return needed <= pages.free
+
+    def _take_slot(self, sequence: Sequence) -> int:
+        """A free one, or the kept one that is given up first."""
+        if not self._roster.free_slots:
+            self._endings.make_room(sequence)
+        return self._roster.take_slot(sequence)
 
 
 def _boundaries(sequence: Sequence, divergence: int) -> list[Boundary]:

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 
+from rekindle.engine.kept_slots import Kept, KeptSlots
 from rekindle.engine.scheduler import Scheduler
 from rekindle.engine.sequence import Sequence
 from rekindle.engine.state import (
@@ -30,10 +31,11 @@ from rekindle.snapshots.types import Snapshot
 class Roster:
     """Lives on the engine's thread."""
 
-    def __init__(self, slots: int, scheduler: Scheduler) -> None:
+    def __init__(self, slots: int, scheduler: Scheduler, kept: KeptSlots) -> None:
         self.line: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.free_slots = list(range(slots - 1, -1, -1))
+        self.kept = kept
         self._by_id: dict[str, Sequence] = {}
         self._scheduler = scheduler
 
@@ -55,6 +57,11 @@ class Roster:
                 sequence.cancel()
 
     @property
+    def slots_left(self) -> int:
+        """That a sequence in line can get: free ones, and those that are kept until somebody needs them."""
+        return len(self.free_slots) + len(self.kept)
+
+    @property
     def background(self) -> list[Sequence]:
         return [sequence for sequence in self.running if sequence.background]
 
@@ -71,7 +78,7 @@ class Roster:
     def may_admit(self) -> bool:
         """Whether a free slot is left for a request in line that does not wait for the disk."""
         loading = sum(isinstance(sequence.state, Loading) for sequence in self.line)
-        return loading < min(len(self.line), len(self.free_slots))
+        return loading < min(len(self.line), self.slots_left)
 
     # In line
 
@@ -92,9 +99,16 @@ class Roster:
 
     def take_slot(self, sequence: Sequence) -> int:
         """The slot that is to be filled with its state. It stays in line until it starts."""
+        return self._enter(sequence, self.free_slots.pop())
+
+    def take_over(self, sequence: Sequence, kept: Kept) -> int:
+        """The slot that holds its state already."""
+        self.kept.take(kept)
+        return self._enter(sequence, kept.slot)
+
+    def _enter(self, sequence: Sequence, slot: int) -> int:
         before = sequence.state
         assert isinstance(before, Waiting | Preempted), f"request {sequence.request.id} is {before}, not in line"
-        slot = self.free_slots.pop()
         sequence.become(Restoring(slot, before))
         return slot
 
@@ -153,11 +167,28 @@ class Roster:
         self._by_id.pop(sequence.request.id, None)
         return former
 
+    def keep(self, sequence: Sequence, kept: Kept) -> None:
+        """The sequence ends, and its slot stays as it is."""
+        assert sequence.slot == kept.slot, f"slot {kept.slot} is not that of request {sequence.request.id}"
+        sequence.become(Ended())
+        self._leave(sequence)
+        self._by_id.pop(sequence.request.id, None)
+        self.kept.add(kept)
+
+    def give_up(self, kept: Kept) -> int:
+        """Its slot is free, and has still to be closed."""
+        self.kept.give_up(kept)
+        self.free_slots.append(kept.slot)
+        return kept.slot
+
     def _vacate(self, sequence: Sequence, slot: int) -> None:
+        self._leave(sequence)
+        self.free_slots.append(slot)
+
+    def _leave(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
-        self.free_slots.append(slot)
 
 
 def _place_in_line(sequence: Sequence, line: Iterable[Sequence]) -> int:

@@ -1,8 +1,9 @@
 """Requests are shared out among several replicas of a model.
 
-A request goes to the replica that knows the longest prefix of its prompt: published in its index, or being run by it
-right now. Among equals the least busy one takes it. If a replica loses a stage and cannot bring it back, its requests
-that have no token yet go to the others, and it is tried last for a while.
+A request goes to the replica that knows the longest prefix of its prompt: published in its index, kept in one of its
+slots, or being run by it right now. Among equals the one that keeps it in a slot takes it, else the least busy one. If
+a replica loses a stage and cannot bring it back, its requests that have no token yet go to the others, and it is tried
+last for a while.
 """
 
 from __future__ import annotations
@@ -77,12 +78,14 @@ class Router:
             running = list(self._running.values())
             rests = [now - failed < REST for failed in self._failed_at]
 
-        def rank(index: int) -> tuple[bool, int, int]:
-            here = [(other, prompt) for replica, other, prompt in running if replica == index]
+        def rank(index: int) -> tuple[bool, int, int, int]:
+            replica = self.replicas[index]
+            here = [(other, prompt) for its, other, prompt in running if its == index]
             shared = [common_length(tokens, prompt) for other, prompt in here if other.namespace == namespace]
-            known = max([self.replicas[index].prefixes.known_length(tokens, namespace), *shared])
+            kept = replica.kept_length(tokens, namespace)
+            known = max([replica.prefixes.known_length(tokens, namespace), kept, *shared])
             # A prefix that ends inside the first page is not worth waiting for.
-            return rests[index], -(known if known >= PAGE else 0), len(here)
+            return rests[index], -(known if known >= PAGE else 0), -kept, len(here)
 
         return sorted(range(len(self.replicas)), key=rank)
 

@@ -44,7 +44,9 @@ class Twins:
         other.add_boundary(Boundary(shared, BoundaryKind.BRANCH))
         boundary = max((cut for cut in other.boundaries.cuts if cut <= shared), default=0)
         under_way = boundary > other.collected or self._publisher.awaits(other, boundary)
-        if under_way and boundary > self._prefixes.known_length(sequence.tokens[:shared], sequence.namespace):
+        kept = self._roster.kept.known_length(sequence.tokens, sequence.namespace)
+        known = max(kept, self._prefixes.known_length(sequence.tokens[:shared], sequence.namespace))
+        if under_way and boundary > known:
             other.promote()
             return True
         return False

@@ -72,6 +72,11 @@ class PagePool(PageMemory):
         return self.total - self._held
 
     @property
+    def free_places(self) -> int:
+        """Of them, those that no other page has to leave for."""
+        return len(self._free)
+
+    @property
     def away(self) -> int:
         return self._held - (self.places - len(self._free))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rekindle.prefix.cache import CacheStats, PrefixCache
+from rekindle.prefix.held import HeldStates
 from rekindle.prefix.index import PrefixIndex
 from rekindle.prefix.local import local_tiers
 from rekindle.prefix.retention import check_budgets
@@ -12,6 +13,7 @@ from rekindle.prefix.types import Entry, Hit, Lookup, Miss
 __all__ = [
     "CacheStats",
     "Entry",
+    "HeldStates",
     "Hit",
     "Lookup",
     "Miss",

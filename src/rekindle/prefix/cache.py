@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rekindle.config import show_bytes
 from rekindle.prefix.catalogue import Catalogue, key_of
+from rekindle.prefix.held import HeldStates
 from rekindle.prefix.lattice import lattice, most_points
 from rekindle.prefix.lookup import Lookups
 from rekindle.prefix.moves import Moves
@@ -51,8 +52,12 @@ class PrefixCache:
     """Every method may be called from any thread. None waits for a tier that is not instant, except `lookup` for the
     snapshot it loads, and `flush` and `close`."""
 
-    def __init__(self, tiers: Sequence[Tier], sizes: SnapshotBytes | None = None) -> None:
-        """tiers: the fastest first; sizes: what snapshots of the model take, where it is known."""
+    def __init__(
+        self, tiers: Sequence[Tier], sizes: SnapshotBytes | None = None, held: HeldStates | None = None
+    ) -> None:
+        """tiers: the fastest first; sizes: what snapshots of the model take, where it is known; held: the tier before
+        them all, if engines keep states in their slots."""
+        self.held = held
         self._catalogue = Catalogue(tiers)
         self._lock = self._catalogue.lock
         self._moves = Moves(self._catalogue)
@@ -94,6 +99,12 @@ class PrefixCache:
         """The same without a wait; None, and nothing is counted or pinned, where the snapshot has to be loaded."""
         return self._lookups.lookup_at_hand(tokens, namespace)
 
+    def lookup_held(self, tokens: Sequence[int] | np.ndarray, position: int, namespace: str = "") -> Lookup:
+        """For a prompt that goes on from a state which its engine holds: nothing is loaded or pinned, and the snapshot
+        of that state, if there is one, counts as used."""
+        assert self.held is not None, "states are held where the cache has a tier for them"
+        return self._lookups.lookup_held(tokens, position, self.held.name, namespace)
+
     def record_bypass(self, reason: Miss) -> Lookup:
         """For a start that no snapshot can serve: it counts as a miss like any other."""
         return self._lookups.record_bypass(reason)
@@ -111,7 +122,13 @@ class PrefixCache:
 
     def by_tier(self, tokens: int = 0, tier: str | None = None) -> dict[str, int]:
         """For a report on one request: `tokens` restored from `tier`, none from the others."""
-        return {name: tokens if name == tier else 0 for name in self._catalogue.names}
+        held = (self.held.name,) if self.held is not None else ()
+        return {name: tokens if name == tier else 0 for name in (*held, *self._catalogue.names)}
+
+    def find(self, tokens: np.ndarray, namespace: str = "") -> Entry | None:
+        """What is published under exactly these tokens; nothing is loaded, pinned or counted."""
+        with self._lock:
+            return self._catalogue.index.find(key_of(tokens), namespace)
 
     # Publishing
 
@@ -168,6 +185,19 @@ class PrefixCache:
         return self._catalogue.index.steps + sum(each.steps for each in self._catalogue.retention.values())
 
     def stats(self) -> CacheStats:
+        stats = self._stats_of_tiers()
+        if (held := self.held) is None:
+            return stats
+        return replace(
+            stats,
+            evictions={f"{held.name}:given_up": held.given_up, **stats.evictions},
+            entries={held.name: held.count, **stats.entries},
+            bytes={held.name: held.bytes, **stats.bytes},
+            budgets={held.name: held.budget, **stats.budgets},
+            states={held.name: "ok", **stats.states},
+        )
+
+    def _stats_of_tiers(self) -> CacheStats:
         counts = {tier.name: tier.counts() for tier in self.tiers}
         lookups, publishing = self._lookups, self._publishing
         with self._lock:

@@ -51,8 +51,22 @@ class Lookups:
                 return None
             return self._answer(walk, prompt, len(prompt))
 
+    def lookup_held(self, tokens: Sequence[int] | np.ndarray, position: int, tier: str, namespace: str) -> Lookup:
+        prompt = key_of(tokens)
+        with self._lock:
+            walk = self._catalogue.index.walk(prompt, namespace)
+            self._count_lookup()
+            for entry in walk.candidates:
+                if entry.position == position:
+                    self._note_use(entry, walk)
+        if walk.depth < position:
+            walk = Walk(walk.candidates, position, None)
+        miss = _explain(position, None, walk, len(prompt))
+        taken = partial(self._note_taken, tier, position, miss)
+        return Lookup(None, walk.depth, _token_at(prompt, walk.depth), walk.seen, miss, taken, held=position)
+
     def record_bypass(self, reason: Miss) -> Lookup:
-        return Lookup(None, 0, None, None, reason, partial(self._note_taken, None, reason))
+        return Lookup(None, 0, None, None, reason, partial(self._note_taken, None, 0, reason))
 
     def known_length(self, tokens: Sequence[int] | np.ndarray, namespace: str) -> int:
         prompt = key_of(tokens)
@@ -66,15 +80,19 @@ class Lookups:
             return [run.tolist() for run in self._catalogue.index.below(prompt, longest, CONTINUATIONS, namespace)]
 
     def _answer(self, walk: Walk, prompt: np.ndarray, limit: int) -> Lookup:
+        self._count_lookup()
+        hit, hurdle = self._first_usable(walk, prompt, limit)
+        tier, reached = (hit.tier, hit.position) if hit is not None else (None, 0)
+        miss = _explain(reached, hurdle, walk, len(prompt))
+        if hit is not None:
+            self._note_use(hit.entry, walk)
+        taken = partial(self._note_taken, tier, reached, miss)
+        return Lookup(hit, walk.depth, _token_at(prompt, walk.depth), walk.seen, miss, taken)
+
+    def _count_lookup(self) -> None:
         with self._lock:
             self.lookups += 1
             self._catalogue.conversations.looked_up()
-        hit, hurdle = self._first_usable(walk, prompt, limit)
-        miss = _explain(hit, hurdle, walk, len(prompt))
-        if hit is not None:
-            self._note_use(hit, walk)
-        ours = int(prompt[walk.depth]) if walk.depth < len(prompt) else None
-        return Lookup(hit, walk.depth, ours, walk.seen, miss, partial(self._note_taken, hit, miss))
 
     def _first_usable(self, walk: Walk, prompt: np.ndarray, limit: int) -> tuple[Hit | None, Miss | None]:
         """The longest candidate that can be used, and what stood in the way of a longer one."""
@@ -130,31 +148,34 @@ class Lookups:
             if tier.name in entry.copies:
                 self._catalogue.drop(entry, tier, "bad_file")
 
-    def _note_taken(self, hit: Hit | None, miss: Miss | None) -> None:
+    def _note_taken(self, tier: str | None, position: int, miss: Miss | None) -> None:
         with self._lock:
-            if hit is None:
+            if tier is None:
                 self.misses[miss or Miss.EMPTY] += 1
                 return
-            self.hits[hit.tier] += 1
-            self.restored[hit.tier] += hit.position
+            self.hits[tier] += 1
+            self.restored[tier] += position
             if miss is not None:
                 self.short_hits[miss] += 1
 
-    def _note_use(self, hit: Hit, walk: Walk) -> None:
+    def _note_use(self, used: Entry, walk: Walk) -> None:
         """For retention: what a request asked for counts as used, however the request ends."""
         with self._lock:
-            hit.entry.hits += 1
-            self._catalogue.use(hit.entry)
-            self._catalogue.conversations.came_back(hit.entry)
+            used.hits += 1
+            self._catalogue.use(used)
+            self._catalogue.conversations.came_back(used)
             # A conversation deep below its system prompt still stands on it.
             for entry in walk.candidates:
-                if entry.kind is BoundaryKind.SYSTEM and entry.position <= hit.position:
-                    entry.hits += entry is not hit.entry
+                if entry.kind is BoundaryKind.SYSTEM and entry.position <= used.position:
+                    entry.hits += entry is not used
                     self._catalogue.use(entry)
 
 
-def _explain(hit: Hit | None, hurdle: Miss | None, walk: Walk, length: int) -> Miss | None:
-    reached = hit.position if hit is not None else 0
+def _token_at(prompt: np.ndarray, position: int) -> int | None:
+    return int(prompt[position]) if position < len(prompt) else None
+
+
+def _explain(reached: int, hurdle: Miss | None, walk: Walk, length: int) -> Miss | None:
     if reached == length:
         return None
     if hurdle is not None:

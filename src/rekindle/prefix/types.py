@@ -97,11 +97,12 @@ class Lookup:
     seen: int | None  # the token the index has there, None past the end of what it has seen
     miss: Miss | None  # None when the hit is as long as the prompt
     taken: Callable[[], None]  # once, when a sequence starts with it: then it counts as a hit or a miss
+    held: int = 0  # tokens whose state the caller holds itself: there is no hit then, and nothing to restore
 
     @property
     def reached(self) -> int:
         """Tokens that need not be computed."""
-        return self.hit.position if self.hit is not None else 0
+        return self.hit.position if self.hit is not None else self.held
 
     @property
     def reason(self) -> str | None:

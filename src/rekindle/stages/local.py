@@ -102,7 +102,7 @@ class LocalStage:
     def pages(self) -> PageCount:
         """Of the pool and its host memory: every free one can be had, if by sending others away."""
         free = self.pool.free
-        return PageCount(free, self.pool.total - free, self.pool.total)
+        return PageCount(free, self.pool.total - free, self.pool.total, self.pool.free_places)
 
     def paging(self) -> PagingCounts:
         return self._paged.counts

@@ -71,7 +71,8 @@ class Pipeline:
 
     def pages(self) -> PageCount:
         """Of the stage with the fewest free pages: what every sequence can count on."""
-        return min((stage.pages() for stage in self.stages), key=lambda count: count.free)
+        counts = [stage.pages() for stage in self.stages]
+        return replace(min(counts, key=lambda count: count.free), here=min(count.at_once for count in counts))
 
     def work(self) -> Counter[str]:
         """How the stages of this process have worked, all together."""

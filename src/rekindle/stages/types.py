@@ -46,6 +46,12 @@ class PageCount:
     free: int
     used: int
     total: int
+    here: int | None = None  # of the free ones, those on the device: others are had by sending pages to the host
+
+    @property
+    def at_once(self) -> int:
+        """Free pages that nobody else's has to leave the device for."""
+        return self.free if self.here is None else self.here
 
 
 @runtime_checkable
