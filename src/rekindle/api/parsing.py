@@ -7,7 +7,6 @@ them in the answer's `ignored_fields`.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, NoReturn, TypeVar
 
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rekindle.errors import BadRequest
 from rekindle.grammar.types import check_size
 from rekindle.text import check_depth
+from rekindle.text.parsing.jsonish import loads
 
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024
@@ -101,7 +101,7 @@ def _check_counts(known: dict[str, bytes]) -> None:
 
 def _load(name: str, data: bytes) -> Any:
     try:
-        value = json.loads(data, parse_constant=_no_constant)
+        value = loads(data.decode())  # json's own decoding would let halves of surrogate pairs through
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"{_shown(name)}: is not valid JSON: {error}", name) from None
     if isinstance(value, list | dict) and len(value) > MAX_ENTRIES.get(name, MAX_PROMPT):
@@ -110,10 +110,6 @@ def _load(name: str, data: bytes) -> Any:
         )
     check_depth(value, name)
     return value
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value")
 
 
 # An escaped surrogate, or a pair of them, after an even number of backslashes: after an odd number, the backslash of
