@@ -8,10 +8,10 @@ them in the answer's `ignored_fields`.
 from __future__ import annotations
 
 import re
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rekindle.errors import BadRequest
 from rekindle.grammar.types import check_size
@@ -21,6 +21,7 @@ from rekindle.text.parsing.jsonish import loads
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024  # each decode step writes them into a row of logits, and other answers wait for the step
+MAX_FIELDS = 1_024  # of a body, known or not
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1_000
 MAX_ALTERNATIVES = 1_024  # texts of which an answer is one
@@ -45,6 +46,13 @@ MAX_COMMAS = 1_500_000
 LARGEST = 2**31 - 1  # of counts and token ids; what lies beyond fits no tensor of ours
 
 
+# and a bound that belongs to the list itself and not to "a list or nothing": pydantic would list what is wrong
+# with each of a million entries, in a gigabyte, and other threads would wait for it. All lists of schemas are so.
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(max_length=MAX_STOPS, fail_fast=True)
+]
+
+
 class Body(BaseModel):
     """The base of every schema."""
 
@@ -57,6 +65,8 @@ B = TypeVar("B", bound=Body)
 def parse(kind: type[B], body: bytes) -> B:
     """A body of this kind, or BadRequest naming the first bad field."""
     raw = _split(mend_surrogates(body))
+    if len(raw) > MAX_FIELDS:
+        raise BadRequest(f"the body has {len(raw)} fields, at most {MAX_FIELDS} are taken")
     known = {name: bytes(value) for name, value in raw.items() if name in kind.model_fields}
     _check_counts(known)
     fields = {name: _load(name, known[name]) if name in known else _is_null(value) for name, value in raw.items()}

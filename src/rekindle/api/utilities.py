@@ -65,7 +65,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT, fail_fast=True)]
 
 
 class Utilities:
