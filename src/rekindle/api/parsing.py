@@ -45,9 +45,9 @@ MAX_BRACKETS = 300_000
 MAX_COMMAS = 1_500_000
 LARGEST = 2**31 - 1  # of counts and token ids; what lies beyond fits no tensor of ours
 
-
-# and a bound that belongs to the list itself and not to "a list or nothing": pydantic would list what is wrong
-# with each of a million entries, in a gigabyte, and other threads would wait for it. All lists of schemas are so.
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+# All lists of schemas are so: they fail fast, and the bound is the list's own and not that of "a list or nothing". Else
+# pydantic would list what is wrong with each of a million entries, in a gigabyte, while other threads wait.
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(max_length=MAX_STOPS, fail_fast=True)
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from rekindle.api.dialects.base import Json
-from rekindle.api.parsing import LARGEST, MAX_MESSAGES, MAX_TOOLS, Body, Stops, refuse
+from rekindle.api.parsing import LARGEST, MAX_MESSAGES, MAX_TOOLS, Body, Count, Stops, refuse
 from rekindle.api.ports import TextPort
 from rekindle.api.request import ClientRequest, Conversation, RawPrompts
 from rekindle.api.thinking import Thinking
@@ -54,7 +54,7 @@ class Options(Body):
     num_ctx: int | None = Field(None, ge=0, le=LARGEST)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Annotated[int | None, BeforeValidator(_at_least_0), Field(ge=0, le=LARGEST)] = None
+    top_k: Annotated[Count | None, BeforeValidator(_at_least_0)] = None
     min_p: float | None = Field(None, ge=0, le=1)
     repeat_penalty: float | None = Field(None, ge=0.01, le=10)  # beyond, logits could overflow
     frequency_penalty: float | None = Field(None, ge=-2, le=2)

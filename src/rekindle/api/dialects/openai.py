@@ -21,7 +21,7 @@ from rekindle.api.dialects.openai_formats import ResponseFormat, StructuredOutpu
 from rekindle.api.errors import Fault, fault_of
 from rekindle.api.generation import Generation
 from rekindle.api.model_host import ModelHost, Slot
-from rekindle.api.parsing import LARGEST, MAX_BIASES, MAX_STOP_TOKENS, Body, Stops
+from rekindle.api.parsing import LARGEST, MAX_BIASES, MAX_STOP_TOKENS, Body, Count, Stops
 from rekindle.api.report import Usage
 from rekindle.api.request import ClientRequest, Conversation, RawPrompts
 from rekindle.api.settings import Settings
@@ -73,7 +73,6 @@ def _top_k(value: Any) -> Any:
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
 TokenId = Count
 AnswerLimit = Annotated[int, Field(ge=1, le=LARGEST)]
 
