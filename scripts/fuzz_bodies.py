@@ -35,7 +35,7 @@ from rekindle.bench.replay import OwnServer
 from rekindle.bench.synth import write_synthetic
 
 TEMPLATE = Path(__file__).parents[1] / "tests" / "support" / "qwen.jinja"
-SERVE = ("--context", "896", "--sequences", "4", "--threads", "1", "--max-body", "1MiB")
+SERVE = ("--context", "896", "--sequences", "4", "--threads", "1", "--max-body", "1MiB", "--cache-ram", "64MiB")
 PRESETS = "[models.tiny]\nfile = {}\nmax-tokens = 4\n"  # a body that names no limit must not take seconds
 CLIENTS = 4
 PATIENCE = 60  # seconds without an answer are silence
