@@ -123,7 +123,7 @@ class Engine:
         sequence.draft = self.settings.drafts.of(sequence.max_tokens, self._measures)
         if request.rules is not None:
             sequence.guide = request.rules.begin(request.stop_tokens)
-        self._inbox.submit(lambda: self._admission.enqueue(sequence))
+        self._inbox.submit(lambda: self._admission.enqueue(sequence), request.namespace)
 
     def cancel(self, request_id: str) -> None:
         """Stop the request at the next step; it gets its Finished event. Unknown ids are ignored: it has ended."""
