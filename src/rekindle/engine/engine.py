@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from rekindle.engine.account import Totals
@@ -38,7 +39,7 @@ from rekindle.engine.twins import Twins
 from rekindle.engine.types import CacheReport, EngineStatus, Request
 from rekindle.kernels.sampling import argmax
 from rekindle.prefix import PrefixCache
-from rekindle.prompt import Prompt
+from rekindle.prompt import MOST_OF_A_KIND, Prompt
 from rekindle.speculative.cost import Costs
 from rekindle.stages import Pipeline
 
@@ -136,8 +137,9 @@ class Engine:
 
     def _keep(self, prompt: Prompt, seconds: float, namespace: str) -> None:
         self._publisher.publish_captured(prompt.tokens, namespace)
-        for mark in prompt.marks:
-            self.prefixes.keep(prompt.tokens[:mark], seconds, namespace)
+        tokens = np.asarray(prompt.tokens)
+        for mark in prompt.marks[-MOST_OF_A_KIND:]:
+            self.prefixes.keep(tokens[:mark], seconds, namespace)
 
     def status(self) -> EngineStatus:
         return EngineStatus(
