@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,6 +38,20 @@ class Prompt:
     tokens: tuple[int, ...]
     boundaries: tuple[Boundary, ...] = ()
     marks: tuple[int, ...] = ()  # those among them that the client asked for, whatever else they are
+
+
+MOST_OF_A_KIND = 256  # boundaries of one prompt at which state is captured: a client may write thousands
+
+
+def newest(boundaries: Sequence[Boundary]) -> list[Boundary]:
+    """Of each kind the last ones, in ascending order. What follows a prompt leaves it near its end."""
+    counts: Counter[BoundaryKind] = Counter()
+    kept = []
+    for boundary in reversed(boundaries):
+        counts[boundary.kind] += 1
+        if counts[boundary.kind] <= MOST_OF_A_KIND:
+            kept.append(boundary)
+    return kept[::-1]
 
 
 def common_length(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:

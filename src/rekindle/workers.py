@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "SYSTEMROOT")
-KEPT = 2  # processes that wait for the next request
+KEPT = 4  # processes that wait for the next request, as many as one client may use at a time
 
 
 class WorkerEnded(Exception):

@@ -59,22 +59,6 @@ def test_lists_that_every_step_would_walk_are_bounded(house):
     assert "stop_token_ids" in refusal(post(house, {"prompt": "x", "stop_token_ids": [1] * 1025}), 400)
 
 
-def test_every_number_of_the_schema_has_bounds():
-    """By the schema that pydantic makes of it, so that a new field cannot forget them."""
-
-    def unbounded(schema: dict[str, Any], name: str, bounds: frozenset[str] = frozenset()) -> list[str]:
-        bounds |= {word.removeprefix("exclusive").lower() for word in schema}
-        inner = [schema[key] for key in ("items", "additionalProperties") if isinstance(schema.get(key), dict)]
-        found = [bad for kind in schema.get("anyOf", ()) for bad in unbounded(kind, name, bounds)]
-        found += [bad for kind in inner for bad in unbounded(kind, name)]
-        is_number = schema.get("type") in ("integer", "number")
-        return [*found, name] if is_number and not {"minimum", "maximum"} <= bounds else found
-
-    for kind in (ChatBody, CompletionBody):
-        fields = kind.model_json_schema()["properties"]
-        assert [bad for name, schema in fields.items() for bad in unbounded(schema, name)] == []
-
-
 # JSON
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from support.faulty import Faulty
-from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens
+from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens, wait_until
 
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Failed, FinishReason
 from rekindle.errors import PoolFull, PromptTooLong
 from rekindle.prefix import PrefixCache, local_tiers
-from rekindle.prompt import BoundaryKind, Prompt
+from rekindle.prompt import MOST_OF_A_KIND, Boundary, BoundaryKind, Prompt
 from rekindle.stages import Pipeline
 
 KNOWN = Prompt(random_tokens(150, 1))
@@ -130,3 +130,30 @@ def test_a_pool_too_small_for_a_restore_alone_is_said_to_its_request(lab: Lab) -
     assert Answer(engine, KNOWN).finished.cache.restored == 150
     engine.stop()
     assert_nothing_is_held(engine)
+
+
+def test_a_prompt_of_nothing_but_boundaries_leaves_a_bounded_number_of_snapshots(lab: Lab) -> None:
+    """A client that writes role starts only must not have a snapshot of every token taken, at everyone's expense."""
+    tokens = random_tokens(600, 3)
+    boundaries = tuple(Boundary(at, BoundaryKind.MESSAGE) for at in range(1, 600))
+    engine = engine_over(lab.stage(slots=2))
+    answer = Answer(engine, Prompt(tokens, boundaries))
+    expected = answer.tokens
+    taken = [entry.position for entry in engine.prefixes.entries() if entry.kind is BoundaryKind.MESSAGE]
+    assert sorted(taken) == list(range(600 - MOST_OF_A_KIND, 600)), "the newest"
+    assert Answer(engine, Prompt(tokens, boundaries)).tokens == expected
+    engine.stop()
+
+
+def test_marks_are_kept_newest_first_and_no_more_than_are_captured(lab: Lab) -> None:
+    tokens = random_tokens(600, 4)
+    marks = tuple(range(1, 600))
+    prompt = Prompt(tokens, tuple(Boundary(at, BoundaryKind.MARK) for at in marks), marks)
+    engine = engine_over(lab.stage(slots=2))
+    assert Answer(engine, prompt).tokens
+    engine.keep(prompt, 300, "")
+    wait_until(lambda: any(entry.kept_until for entry in engine.prefixes.entries()))
+    assert Answer(engine, OTHER).tokens, "the engine's thread has done it all by now"
+    kept = [entry.position for entry in engine.prefixes.entries() if entry.kept_until]
+    assert sorted(kept) == list(range(600 - MOST_OF_A_KIND, 600))
+    engine.stop()

@@ -11,6 +11,7 @@ from support.snapshot_lab import GREEDY, Answer, Lab, random_tokens, wait_until
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.router import Router
 from rekindle.engine.types import Request, Started
+from rekindle.errors import QueueFull
 from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Prompt
 from rekindle.stages import Pipeline
@@ -106,4 +107,20 @@ def test_name_spaces_take_turns_in_the_queue(lab: Lab) -> None:
     gate.set()
     wait_until(lambda: len(order) == 10)
     assert order == ["alice", "bob", "carol", "alice", "bob", "alice", "bob", "alice", "alice", "alice"]
+    engine.stop()
+
+
+def test_nobody_is_refused_because_of_the_requests_of_another_name_space(lab: Lab) -> None:
+    settings = EngineSettings(context=2048, grid=64, queue=3)
+    engine = Engine(Pipeline([lab.stage()]), PrefixCache(local_tiers(1 << 28)), settings).start()
+    gate = threading.Event()
+    engine._inbox.put(lambda: gate.wait(60) and None)  # nobody is let in meanwhile
+    of_alice = [Answer(engine, PROMPT, namespace="alice") for _ in range(3)]
+    with pytest.raises(QueueFull, match="3 requests are waiting, the queue holds 3"):
+        Answer(engine, PROMPT, namespace="alice")
+    of_bob = Answer(engine, PROMPT, namespace="bob")
+    assert engine.status().waiting == 4
+    gate.set()
+    assert all(answer.wait().tokens for answer in (*of_alice, of_bob))
+    assert engine.status().waiting == 0
     engine.stop()

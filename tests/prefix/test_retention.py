@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.paper_snapshots import PaperModel
 
@@ -25,18 +27,25 @@ class Desk:
         self.tokens: dict[str, list[int]] = {"": []}
 
     def publish(
-        self, name: str, under: str = "", kind: BoundaryKind = MESSAGE, conversation: str | None = None
+        self,
+        name: str,
+        under: str = "",
+        kind: BoundaryKind = MESSAGE,
+        conversation: str | None = None,
+        namespace: str = "",
     ) -> Entry:
         self.tokens[name] = [*self.tokens[under], *(hash((name, i)) % 10**6 for i in range(3))]
-        return self.cache.publish(MODEL.snapshot(self.tokens[name]), kind, conversation or name)
+        snapshot = replace(MODEL.snapshot(self.tokens[name]), namespace=namespace)
+        return self.cache.publish(snapshot, kind, conversation or name)
 
-    def use(self, name: str) -> None:
-        hit = self.cache.lookup(self.tokens[name]).hit
+    def use(self, name: str, namespace: str = "") -> None:
+        hit = self.cache.lookup(self.tokens[name], namespace=namespace).hit
         assert hit is not None, f"{name} is gone"
         hit.release()
 
-    def there(self, *names: str) -> list[str]:
-        return [name for name in names if self.cache.known_length(self.tokens[name]) == len(self.tokens[name])]
+    def there(self, *names: str, namespace: str = "") -> list[str]:
+        lengths = {name: self.cache.known_length(self.tokens[name], namespace) for name in names}
+        return [name for name in names if lengths[name] == len(self.tokens[name])]
 
     def retire_all(self) -> None:
         """Make every conversation so far an old one."""
@@ -228,6 +237,28 @@ def test_what_is_kept_holds_half_of_a_tier_at_most(clock: list[float]) -> None:
         desk.cache.keep(desk.tokens[name], 300 + i)
     assert desk.there("mine", *"abcdef")[0] == "mine", "somebody else's, who asked for nothing"
     assert desk.there(*"ef") == ["e", "f"], "of the kept ones, those that are kept longest"
+
+
+def test_a_client_that_marks_everything_pushes_out_its_own_marks(clock: list[float]) -> None:
+    desk = Desk(room=6)
+    desk.publish("hers", namespace="alice")
+    desk.cache.keep(desk.tokens["hers"], 300, "alice")
+    for name in "abcdefghij":
+        desk.publish(name, namespace="bob")
+        desk.cache.keep(desk.tokens[name], 3600, "bob")
+    assert desk.there("hers", namespace="alice"), "hers is over first, and his are many"
+    assert desk.there(*"abcdefghij", namespace="bob") == [*"fghij"]
+
+
+def test_a_client_of_many_system_prompts_pushes_out_its_own() -> None:
+    desk = Desk(room=8)
+    desk.publish("hers", kind=SYSTEM, namespace="alice")
+    for name in "abcdefghij":
+        desk.publish(name, kind=SYSTEM, namespace="bob")
+        if desk.there(name, namespace="bob"):
+            desk.use(name, "bob")
+    assert desk.there("hers", namespace="alice"), "the one that was never hit, and the oldest"
+    assert len(desk.there(*"abcdefghij", namespace="bob")) < 8
 
 
 def test_nothing_is_kept_that_is_not_there() -> None:

@@ -309,6 +309,15 @@ def test_arguments_that_are_no_object_are_left_for_the_template_to_refuse(qwen_t
 # -- the memory itself -------------------------------------------------------------------------------------------------
 
 
+def test_arguments_nested_to_the_edge_of_what_python_can_walk_are_left_alone() -> None:
+    """A client may send back a call of its own with any text for arguments."""
+    memory = TurnMemory()
+    for depth in range(900, 1000):
+        message = said("", tool_calls=[call_of('{"a": ' + "[" * depth + "]" * depth + "}")])
+        memory.remember_message(message)
+        assert memory.restored([message])[0]["tool_calls"][0]["id"] == "c1"
+
+
 def test_the_memory_stays_in_its_budget_and_forgets_the_longest_unused() -> None:
     memory = TurnMemory(budget=20_000)
     names = [Trail().name([i]) for i in range(100)]

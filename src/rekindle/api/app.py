@@ -28,7 +28,7 @@ from rekindle.api.history import History
 from rekindle.api.keys import Client
 from rekindle.api.limits import Meters
 from rekindle.api.metrics import Metrics
-from rekindle.api.middleware import AuthMiddleware, CountingMiddleware, ErrorMiddleware, HostMiddleware
+from rekindle.api.middleware import AuthMiddleware, CountingMiddleware, ErrorMiddleware, HostMiddleware, RestMiddleware
 from rekindle.api.model_host import ModelHost
 from rekindle.api.params import make_params
 from rekindle.api.request import Conversation
@@ -57,7 +57,10 @@ def create_app(
     metrics = Metrics(models)
     routes = Routes(models, guard, metrics).table(dialects)
     paths = frozenset(route.path for route in routes)
-    around = [Middleware(CountingMiddleware, metrics=metrics, routes=paths, listeners=listeners)]
+    around = [
+        Middleware(RestMiddleware, most=guard.max_body),
+        Middleware(CountingMiddleware, metrics=metrics, routes=paths, listeners=listeners),
+    ]
     if guard.origins:
         around.append(
             Middleware(

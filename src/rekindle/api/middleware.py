@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rekindle.api.bodies import SMALL
 from rekindle.api.dialects import error_response
 from rekindle.api.dialects.base import Dialect
 from rekindle.api.errors import Forbidden, Unauthorized
@@ -20,6 +22,7 @@ from rekindle.api.request_log import Listener, RequestRecord
 from rekindle.api.settings import HOST, ORIGIN
 
 CLIENT_LEFT = 499  # the client closed the connection before a response began; the number is nginx's
+REST_SECONDS = 5.0  # for the rest of a small body that nobody needs
 NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)  # they end the task or the process
 
 
@@ -88,6 +91,58 @@ class ErrorMiddleware:
             if begun or scope["type"] != "http":
                 raise
             await error_response(error, scope["path"], self._dialects)(scope, receive, send)
+
+
+class RestMiddleware:
+    """Takes in what is left of a body before an answer begins that did not need it: a refusal for its key, path or
+    rate. The connection could not be used again otherwise, and its client's next request would be lost."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        """most: bytes of a body that is taken in; with a longer one the connection ends."""
+        self._app = app
+        self._most = most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        rest = _Rest(receive)
+
+        async def after_the_body(message: Message) -> None:
+            if message["type"] == "http.response.start" and (b"connection", b"close") not in message["headers"]:
+                await rest.take_in(self._worth(Headers(scope=scope)))
+            await send(message)
+
+        await self._app(scope, rest.receive, after_the_body)
+
+    def _worth(self, headers: Headers) -> int:
+        """Bytes to take in. Chunks may be of one byte each, which costs more than a new connection."""
+        if "expect" in headers:
+            return 0  # the client sends nothing before it is told to
+        length = headers.get("content-length", "")
+        if length.isdigit():
+            return int(length) if int(length) <= self._most else 0
+        return SMALL
+
+
+class _Rest:
+    """What a client has not sent yet of its body."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_whole = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._is_whole = not message.get("more_body", False)  # also where the client has left
+        return message
+
+    async def take_in(self, most: int) -> None:
+        length = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REST_SECONDS):
+                while not self._is_whole and length < most:
+                    length += len((await self.receive()).get("body", b""))
 
 
 class HostMiddleware:

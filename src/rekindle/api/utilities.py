@@ -18,12 +18,11 @@ from rekindle.api.dialects.base import Json, Service
 from rekindle.api.dialects.openai_chat import ChatBody
 from rekindle.api.errors import Unsupported
 from rekindle.api.keys import Client
-from rekindle.api.parsing import LARGEST, MAX_PROMPT, Body, parse, refuse
+from rekindle.api.parsing import MAX_PROMPT, Body, Count, parse, refuse
 from rekindle.api.ports import TextPort
 from rekindle.api.served import ServedModel
 from rekindle.prompt import Prompt
 
-TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
 
 
@@ -65,7 +64,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT)]
+    tokens: Annotated[list[Count], Field(max_length=MAX_PROMPT, fail_fast=True)]
 
 
 class Utilities:

@@ -12,7 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,6 +54,7 @@ class Shape:
     sections: tuple[int, int, int, int]  # rotary axes of the vision half; half the rotated dimensions in sum
     first_special: int  # id of <|endoftext|>
     first_thinking: int  # id of <think>
+    template: str = TEMPLATE  # of chats
 
     @property
     def specials(self) -> dict[int, str]:
@@ -83,9 +84,9 @@ class _Tensor:
         return math.prod(self.shape[:-1]) * width
 
 
-def write_synthetic(path: str | Path, shape: str, seed: int = 0) -> Path:
+def write_synthetic(path: str | Path, shape: str, seed: int = 0, template: str = TEMPLATE) -> Path:
     """Writes a GGUF file that opens, tokenizes and runs like a model of that shape."""
-    chosen, path = _shape(shape), Path(path)
+    chosen, path = replace(_shape(shape), template=template), Path(path)
     tensors = tensors_of(chosen.spec)
     rng = np.random.default_rng(seed)
     runs = {type: _doubled(run(rng, _run_length(chosen))) for type, run in RUNS.items()}
@@ -317,7 +318,7 @@ def _tokenizer(shape: Shape) -> Iterator[tuple[str, int, Any]]:
     yield "tokenizer.ggml.eos_token_id", UINT32, shape.first_special + 2
     yield "tokenizer.ggml.padding_token_id", UINT32, shape.first_special
     yield "tokenizer.ggml.add_bos_token", BOOL, False
-    yield "tokenizer.chat_template", STRING, TEMPLATE
+    yield "tokenizer.chat_template", STRING, shape.template
 
 
 def byte_alphabet() -> list[str]:

@@ -56,7 +56,9 @@ def serve(
     split: options.Split = "auto",
     context: options.Context = None,
     sequences: options.Sequences = options.SEQUENCES,
-    queue: Annotated[int, typer.Option(help="Most requests that wait; further ones are refused.")] = DEFAULTS.queue,
+    queue: Annotated[
+        int, typer.Option(help="Most requests of one name space that wait; further ones are refused.")
+    ] = DEFAULTS.queue,
     grid: options.Grid = None,
     max_gap: Annotated[
         int,

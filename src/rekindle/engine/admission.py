@@ -101,7 +101,7 @@ class Admission:
         self._roster.start(sequence)
         if not sequence.account.admitted:
             sequence.account.admitted_at = time.monotonic()
-            self._inbox.count_out()
+            self._inbox.count_out(sequence.request.namespace)
             self._totals.restored += sequence.account.cache.restored
             sequence.emit(Started(sequence.account.cache))
         if sequence.position == len(sequence.tokens):

@@ -31,8 +31,9 @@ class AuditRuns:
         audit = self._auditor.take()
         if audit is None:
             return False
-        self._inbox.count_in()
-        self._roster.enqueue(_make_run(audit))
+        run = _make_run(audit)
+        self._inbox.count_in(run.request.namespace)
+        self._roster.enqueue(run)
         return True
 
     def conclude(self, sequence: Sequence, audit: Audit, logits: torch.Tensor) -> None:

@@ -147,7 +147,7 @@ class Endings:
     def release(self, sequence: Sequence) -> None:
         """Out of the line or its slot, with all it held. Raises if a stage cannot close the slot."""
         if not sequence.account.admitted:
-            self._inbox.count_out()
+            self._inbox.count_out(sequence.request.namespace)
         former = self._roster.remove(sequence)
         drop_lookup(former)
         if isinstance(former, InSlot):

@@ -48,7 +48,7 @@ from rekindle.engine.twins import Twins
 from rekindle.engine.types import CacheReport, EngineStatus, Request
 from rekindle.kernels.sampling import argmax
 from rekindle.prefix import PrefixCache
-from rekindle.prompt import Prompt
+from rekindle.prompt import MOST_OF_A_KIND, Prompt
 from rekindle.speculative.cost import Costs
 from rekindle.stages import Pipeline
 
@@ -133,7 +133,7 @@ class Engine:
         sequence.draft = self.settings.drafts.of(sequence.max_tokens, self._measures)
         if request.rules is not None:
             sequence.guide = request.rules.begin(request.stop_tokens)
-        self._inbox.submit(lambda: self._admission.enqueue(sequence))
+        self._inbox.submit(lambda: self._admission.enqueue(sequence), request.namespace)
 
     def cancel(self, request_id: str) -> None:
         """Stop the request at the next step; it gets its Finished event. Unknown ids are ignored: it has ended."""
@@ -146,8 +146,9 @@ class Engine:
 
     def _keep(self, prompt: Prompt, seconds: float, namespace: str) -> None:
         self._publisher.publish_captured(prompt.tokens, namespace)
-        for mark in prompt.marks:
-            self.prefixes.keep(prompt.tokens[:mark], seconds, namespace)
+        tokens = np.asarray(prompt.tokens)
+        for mark in prompt.marks[-MOST_OF_A_KIND:]:
+            self.prefixes.keep(tokens[:mark], seconds, namespace)
 
     def kept_length(self, tokens: Sequential[int] | np.ndarray, namespace: str) -> int:
         """How much of a prompt lies in a slot that the engine keeps."""

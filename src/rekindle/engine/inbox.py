@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 from rekindle.errors import QueueFull, StageLost, Stopping
@@ -15,24 +16,30 @@ class Inbox:
     """Every method may be called from any thread, but `receive` only from the engine's."""
 
     def __init__(self, limit: int) -> None:
-        """limit: requests that may wait for a slot."""
+        """limit: requests of one name space that may wait for a slot. Each has its own, so that nobody is refused for
+        what others ask."""
         self._limit = limit
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None: stop
         self._lock = threading.Lock()  # guards what follows
-        self.waiting = 0  # requests taken that have not been admitted to a slot yet
+        self._waiting: Counter[str] = Counter()  # requests taken and not yet admitted to a slot, by name space
         self.draining = self.stopping = False
         self.broken: str | None = None  # why nothing can run any more
 
-    def submit(self, command: Command) -> None:
+    @property
+    def waiting(self) -> int:
+        with self._lock:
+            return self._waiting.total()
+
+    def submit(self, command: Command, namespace: str) -> None:
         """Take the request that the command enqueues, or refuse it with the reason."""
         with self._lock:
             if self.draining:
                 raise Stopping("the server is stopping and takes no more requests")
-            if self.waiting >= self._limit:
-                raise QueueFull(f"{self.waiting} requests are waiting, the queue holds {self._limit}")
+            if self._waiting[namespace] >= self._limit:
+                raise QueueFull(f"{self._waiting[namespace]} requests are waiting, the queue holds {self._limit}")
             if self.broken is not None:
                 raise StageLost(f"the engine cannot run any more: {self.broken}")
-            self.waiting += 1
+            self._waiting[namespace] += 1
             self._commands.put(command)  # inside the lock, so that no request comes after the stop
 
     def put(self, command: Command) -> None:
@@ -50,15 +57,15 @@ class Inbox:
             command()
             idle = False
 
-    def count_in(self) -> None:
+    def count_in(self, namespace: str) -> None:
         """One more waits, that the engine itself has made."""
         with self._lock:
-            self.waiting += 1
+            self._waiting[namespace] += 1
 
-    def count_out(self) -> None:
+    def count_out(self, namespace: str) -> None:
         """One that waited is in a slot for the first time, or has ended before."""
         with self._lock:
-            self.waiting -= 1
+            self._waiting[namespace] -= 1
 
     def drain(self) -> None:
         """Refuse new requests."""

@@ -31,7 +31,7 @@ from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.types import CacheReport, Divergence
 from rekindle.errors import SnapshotMismatch
 from rekindle.prefix import HeldStates, Hit, Lookup, Miss, PrefixCache
-from rekindle.prompt import Boundary, BoundaryKind
+from rekindle.prompt import Boundary, BoundaryKind, newest
 from rekindle.snapshots.types import Snapshot
 from rekindle.spec import PAGE
 from rekindle.stages import Pipeline
@@ -283,7 +283,7 @@ class Restorer:
 
 def _boundaries(sequence: Sequence, divergence: int) -> list[Boundary]:
     """The prompt's own, and the place where it diverges from what the index has seen."""
-    boundaries = list(sequence.request.prompt.boundaries)
+    boundaries = newest(sequence.request.prompt.boundaries)
     if divergence >= PAGE:
         boundaries.append(Boundary(divergence, BoundaryKind.BRANCH))
     boundaries.append(Boundary(sequence.prefill_end, BoundaryKind.END))

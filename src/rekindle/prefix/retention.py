@@ -13,7 +13,8 @@ A tier over its budget loses, in this order, least recently used first within ea
 System prompts may hold a quarter of a tier (and always one). Beyond that they go right behind the lattice, those never
 hit before the others, so that side calls with prompts of their own push out neither conversations nor the system prompt
 in use.
-What clients asked to keep may hold half of a tier (and always one) in the same way.
+What clients asked to keep may hold half of a tier (and always one) in the same way. Of both, the name space that holds
+most loses first: a client that marks everything pushes out its own marks before those of others.
 What is pinned is in no rank and cannot be evicted.
 """
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -29,9 +30,6 @@ from enum import IntEnum
 from rekindle.prefix.types import Entry, Standing
 from rekindle.prompt import BoundaryKind
 from rekindle.spec import NEWEST
-
-SYSTEM_SHARE = 4  # system prompts may hold 1/4 of the bytes of a tier
-KEPT_SHARE = 2  # what clients asked to keep may hold 1/2
 
 FRESH_CONVERSATIONS = 4
 RETURNING_CONVERSATIONS = 8
@@ -48,9 +46,12 @@ class Rank(IntEnum):
     KEPT = 6
 
 
+SHARES = {Rank.SYSTEM: 4, Rank.KEPT: 2}  # n: these may hold 1/n of the bytes of a tier
+
 Key = tuple[
     bool, float
 ]  # (was it ever hit, for system prompts; last use, or the end of its time), smallest leaves first
+Group = tuple[Rank, str]  # candidates of one rank; of the ranks with shares, those of one name space
 
 now = time.monotonic
 
@@ -67,17 +68,21 @@ def rank_of(entry: Entry, leaf: bool) -> Rank:
     return Rank.LEAF if leaf else Rank.ANCESTOR
 
 
+def _group(rank: Rank, entry: Entry) -> Group:
+    return rank, entry.namespace if rank in SHARES else ""
+
+
 class Retention:
-    """Which entry leaves one tier next. One heap per rank; an entry that moved leaves a stale item, skipped later."""
+    """Which entry leaves one tier next. One heap per group; an entry that moved leaves a stale item, skipped later."""
 
     def __init__(self, tier: str, budget: int) -> None:
         self.tier = tier
         self.budget = budget
         self.steps = 0  # heap items looked at, ever; what the cost laws count
         self._places: dict[Entry, tuple[Rank, Key]] = {}
-        self._heaps: dict[Rank, list[tuple[Key, int, Entry]]] = {rank: [] for rank in Rank}
-        self._counts = dict.fromkeys(Rank, 0)
-        self._bytes = dict.fromkeys(Rank, 0)
+        self._heaps: defaultdict[Group, list[tuple[Key, int, Entry]]] = defaultdict(list)
+        self._counts: Counter[Group] = Counter()
+        self._bytes: Counter[Group] = Counter()
         self._pushes = 0
 
     def __len__(self) -> int:
@@ -91,59 +96,71 @@ class Retention:
             return
         rank = rank_of(entry, not copy.node.children)
         key = (rank is Rank.SYSTEM and entry.hits > 0, entry.kept_until if rank is Rank.KEPT else entry.used)
+        group = _group(rank, entry)
         self._places[entry] = (rank, key)
-        self._counts[rank] += 1
-        self._bytes[rank] += entry.own_bytes
-        self._push(rank, key, entry)
+        self._counts[group] += 1
+        self._bytes[group] += entry.own_bytes
+        self._push(group, key, entry)
 
     def forget(self, entry: Entry) -> None:
         """No longer a candidate."""
         place = self._places.pop(entry, None)
         if place is None:
             return
-        self._counts[place[0]] -= 1
-        self._bytes[place[0]] -= entry.own_bytes
+        group = _group(place[0], entry)
+        self._counts[group] -= 1
+        self._bytes[group] -= entry.own_bytes
 
     def victim(self) -> Entry | None:
         """The next to leave, no longer a candidate; None if all that is left is pinned."""
         self._end_keeping()
-        for rank in self._order():
-            entry = self._pop(rank)
+        for group in self._order():
+            entry = self._pop(group)
             if entry is not None:
                 self.forget(entry)
                 return entry
         return None
 
-    def _order(self) -> list[Rank]:
-        shares = ((Rank.SYSTEM, SYSTEM_SHARE), (Rank.KEPT, KEPT_SHARE))
-        crowded = [rank for rank, n in shares if self._counts[rank] > 1 and self._bytes[rank] * n > self.budget]
-        return [Rank.LATTICE, *crowded, *Rank]
+    def _order(self) -> list[Group]:
+        crowded = [rank for rank in SHARES if self._is_crowded(rank)]
+        return [group for rank in (Rank.LATTICE, *crowded, *Rank) for group in self._groups(rank)]
+
+    def _groups(self, rank: Rank) -> list[Group]:
+        """Those that hold most of the tier first."""
+        return sorted((group for group in self._heaps if group[0] is rank), key=lambda group: -self._bytes[group])
+
+    def _is_crowded(self, rank: Rank) -> bool:
+        """A single one is let be, however large."""
+        groups = self._groups(rank)
+        held = sum(self._bytes[group] for group in groups)
+        return held * SHARES[rank] > self.budget and sum(self._counts[group] for group in groups) > 1
 
     def _end_keeping(self) -> None:
         """Entries whose time is over go back to the rank they would have without it."""
-        heap = self._heaps[Rank.KEPT]
-        while heap and (heap[0][0][1] <= now() or not self._is_live(Rank.KEPT, heap[0])):
-            self.steps += 1
-            item = heapq.heappop(heap)
-            if self._is_live(Rank.KEPT, item):
-                self.place(item[2])
+        for group in self._groups(Rank.KEPT):
+            heap = self._heaps[group]
+            while heap and (heap[0][0][1] <= now() or not self._is_live(Rank.KEPT, heap[0])):
+                self.steps += 1
+                item = heapq.heappop(heap)
+                if self._is_live(Rank.KEPT, item):
+                    self.place(item[2])
 
-    def _push(self, rank: Rank, key: Key, entry: Entry) -> None:
-        heap = self._heaps[rank]
+    def _push(self, group: Group, key: Key, entry: Entry) -> None:
+        heap = self._heaps[group]
         self._pushes += 1
         heapq.heappush(heap, (key, self._pushes, entry))
         # Stale items may outnumber the living only so far: sweeping costs no more than the pushes that made them.
-        if len(heap) > 2 * self._counts[rank] + 64:
+        if len(heap) > 2 * self._counts[group] + 64:
             self.steps += len(heap)
-            heap[:] = [item for item in heap if self._is_live(rank, item)]
+            heap[:] = [item for item in heap if self._is_live(group[0], item)]
             heapq.heapify(heap)
 
-    def _pop(self, rank: Rank) -> Entry | None:
-        heap = self._heaps[rank]
+    def _pop(self, group: Group) -> Entry | None:
+        heap = self._heaps[group]
         while heap:
             self.steps += 1
             item = heapq.heappop(heap)
-            if self._is_live(rank, item):
+            if self._is_live(group[0], item):
                 return item[2]
         return None
 

@@ -28,6 +28,8 @@ from typing import Any, Generic, TypeVar
 
 from blake3 import blake3
 
+from rekindle.text.parsing.jsonish import object_in
+from rekindle.text.sentinels import is_deep
 from rekindle.text.tokenizer import Tokenizer
 
 TURN_BUDGET = 64 << 20  # bytes of remembered turns
@@ -206,11 +208,8 @@ def _arguments(call: Any) -> dict[str, Any] | None:
     function = call.get("function") if isinstance(call, dict) else None
     found = function.get("arguments") if isinstance(function, dict) else None
     if isinstance(found, str):
-        try:
-            found = json.loads(found)
-        except (ValueError, RecursionError):
-            return None
-    return found if isinstance(found, dict) else None
+        found = object_in(found)
+    return found if isinstance(found, dict) and not is_deep(found) else None
 
 
 def _with_arguments(call: Mapping[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -91,6 +91,11 @@ MAX_DEPTH = 64  # levels of lists and objects in what clients send; JSON schemas
 
 
 def check_depth(value: Any, field: str) -> None:
+    if is_deep(value):
+        raise BadRequest(f"{field}: is nested more than {MAX_DEPTH} levels deep", field)
+
+
+def is_deep(value: Any) -> bool:
     """Templates, encoders and our own walks go down one call a level, so there must not be too many."""
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -101,8 +106,8 @@ def check_depth(value: Any, field: str) -> None:
             for item in (container.values() if isinstance(container, dict) else container)
         ]
         if not level:
-            return
-    raise BadRequest(f"{field}: is nested more than {MAX_DEPTH} levels deep", field)
+            return False
+    return True
 
 
 def plain(value: Any, field: str) -> Any:

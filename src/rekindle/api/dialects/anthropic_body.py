@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from rekindle.api.parsing import LARGEST, MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, kind_of, refuse
+from rekindle.api.parsing import LARGEST, MAX_MESSAGES, MAX_TOOLS, Body, Stops, kind_of, refuse
 from rekindle.api.request import ClientRequest, Conversation
 from rekindle.api.thinking import Thinking
 from rekindle.grammar import Grammar
@@ -71,9 +71,9 @@ class PromptBody(Body):
     """What the prompt is made of; all that count_tokens takes."""
 
     model: str | None = None
-    messages: list[Json] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: str | list[Json] | None = None
-    tools: Annotated[list[Json] | None, Field(max_length=MAX_TOOLS)] = None
+    messages: Annotated[list[Json], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: str | Annotated[list[Json], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    tools: Annotated[list[Json], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -173,9 +173,7 @@ class MessagesBody(PromptBody):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=LARGEST)
-    stop_sequences: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=4096)]] | None, Field(max_length=MAX_STOPS)
-    ] = None
+    stop_sequences: Stops | None = None
 
     @property
     def client_request(self) -> ClientRequest:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from rekindle.api.dialects.base import Json
-from rekindle.api.parsing import LARGEST, MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, refuse
+from rekindle.api.parsing import LARGEST, MAX_MESSAGES, MAX_TOOLS, Body, Count, Stops, refuse
 from rekindle.api.ports import TextPort
 from rekindle.api.request import ClientRequest, Conversation, RawPrompts
 from rekindle.api.thinking import Thinking
@@ -38,7 +38,6 @@ SAMPLING = {
     "frequency_penalty": "frequency_penalty",
     "presence_penalty": "presence_penalty",
 }  # option: the field of `Sampling`
-Stop = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 def _stops(value: Any) -> Any:
@@ -55,13 +54,13 @@ class Options(Body):
     num_ctx: int | None = Field(None, ge=0, le=LARGEST)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Annotated[int | None, BeforeValidator(_at_least_0), Field(ge=0, le=LARGEST)] = None
+    top_k: Annotated[Count | None, BeforeValidator(_at_least_0)] = None
     min_p: float | None = Field(None, ge=0, le=1)
     repeat_penalty: float | None = Field(None, ge=0.01, le=10)  # beyond, logits could overflow
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Annotated[list[Stop] | None, BeforeValidator(_stops), Field(max_length=MAX_STOPS)] = None
+    stop: Annotated[Stops | None, BeforeValidator(_stops)] = None
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -90,7 +89,7 @@ class Message(Body):
     content: str | None = None
     thinking: str | None = None
     images: list[Any] | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -178,8 +177,8 @@ class OllamaBody(Body):
 class OllamaChatBody(OllamaBody):
     prompt_field = "messages"
 
-    messages: list[Message] = Field(default_factory=list, max_length=MAX_MESSAGES)
-    tools: Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_TOOLS)] = None
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(default_factory=list)
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _messages_are_text(self) -> OllamaChatBody:

@@ -21,7 +21,7 @@ from rekindle.api.dialects.openai_formats import ResponseFormat, StructuredOutpu
 from rekindle.api.errors import Fault, fault_of
 from rekindle.api.generation import Generation
 from rekindle.api.model_host import ModelHost, Slot
-from rekindle.api.parsing import LARGEST, MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS, Body
+from rekindle.api.parsing import LARGEST, MAX_BIASES, MAX_STOP_TOKENS, Body, Count, Stops
 from rekindle.api.report import Usage
 from rekindle.api.request import ClientRequest, Conversation, RawPrompts
 from rekindle.api.settings import Settings
@@ -73,10 +73,8 @@ def _top_k(value: Any) -> Any:
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
 TokenId = Count
 AnswerLimit = Annotated[int, Field(ge=1, le=LARGEST)]
-Stop = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class StreamOptions(Body):
@@ -100,8 +98,8 @@ class OpenAIBody(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Annotated[list[Stop] | None, BeforeValidator(_stops), Field(max_length=MAX_STOPS)] = None
-    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKENS)] = None
+    stop: Annotated[Stops | None, BeforeValidator(_stops)] = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     logit_bias: Annotated[dict[int, Bias] | None, BeforeValidator(_biases), Field(max_length=MAX_BIASES)] = None
     response_format: ResponseFormat | None = None

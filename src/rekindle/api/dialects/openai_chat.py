@@ -71,12 +71,16 @@ class Tool(Body):
 class ChatBody(OpenAIBody):
     prompt_field = "messages"
 
-    messages: list[Annotated[Message, WrapValidator(_as_sent)]] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[
+        list[Annotated[Message, WrapValidator(_as_sent)]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
     max_tokens: AnswerLimit | None = None
     max_completion_tokens: AnswerLimit | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Annotated[list[Annotated[Tool, WrapValidator(_as_sent)]] | None, Field(max_length=MAX_TOOLS)] = None
+    tools: (
+        Annotated[list[Annotated[Tool, WrapValidator(_as_sent)]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None
+    ) = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None

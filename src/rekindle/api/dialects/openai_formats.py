@@ -43,7 +43,7 @@ class StructuredOutputs(Body):
     definition: Any = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[str] | None, Field(min_length=1, max_length=MAX_ALTERNATIVES)] = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_ALTERNATIVES, fail_fast=True)] | None = None
     grammar: str | None = None
 
     @property

@@ -87,12 +87,12 @@ class ResponsesBody(Body):
     max_output_tokens: AnswerLimit | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    tools: Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_TOOLS)] = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    include: Annotated[list[str] | None, Field(max_length=64)] = None
+    include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None

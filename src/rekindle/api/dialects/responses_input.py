@@ -14,6 +14,7 @@ from rekindle.api.dialects.base import Json
 from rekindle.api.dialects.responses_output import CUSTOM_ARGUMENT, unseal
 from rekindle.api.parsing import kind_of
 from rekindle.errors import BadRequest
+from rekindle.text.parsing.jsonish import object_in
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -73,7 +74,7 @@ class Messages:
     def _function_call(self, item: Json, where: str) -> None:
         """Of a call that broke, the message beside it has the text; as a call it cannot be rendered."""
         arguments = _string(item, "arguments", where)
-        if item.get("status") == "incomplete" or not _is_object(arguments):
+        if item.get("status") == "incomplete" or object_in(arguments or "{}") is None:
             self.ignored.append(f"{where} (a call without arguments in JSON)")
             self._turn()
         else:
@@ -113,13 +114,6 @@ def _string(item: Json, name: str, where: str) -> str:
     if not isinstance(value, str):
         raise BadRequest(f"{where}.{name}: must be a string, got {kind_of(value)}", f"{where}.{name}")
     return value
-
-
-def _is_object(arguments: str) -> bool:
-    try:
-        return isinstance(json.loads(arguments or "{}"), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _texts(content: Any, where: str) -> list[str]:
