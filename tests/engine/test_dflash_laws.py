@@ -32,6 +32,7 @@ from rekindle.spec import Span
 from rekindle.speculative.files import DrafterFile, open_drafter
 from rekindle.speculative.lookup import PromptLookup
 from rekindle.stages import LocalStage, Pipeline
+from rekindle.stages.types import PendingTokens
 
 VOCAB, LENGTH = 4, 40
 GREEDY, SEEDED = Sampling(temperature=0), Sampling(temperature=1.0, seed=5)
@@ -400,7 +401,7 @@ class Faulty(PaperReader):
         self._count("propose")
         return super().propose(asks)
 
-    def read(self, batch: Batch, features: Sequence[torch.Tensor]) -> None:
+    def read(self, batch: Batch, features: Sequence[torch.Tensor], pending: PendingTokens | None) -> None:
         self._count("read")
 
     def capture(self, slot: int) -> Sequence[Part]:

@@ -207,5 +207,5 @@ class Proposer:
         began = time.monotonic()
         found = self._ask(asks)
         if self._costs is not None:
-            self._costs.note_pass(len(asks), time.monotonic() - began)
+            self._costs.note_pass([len(drafted) for drafted in found], time.monotonic() - began)
         return found

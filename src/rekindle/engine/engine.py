@@ -79,7 +79,8 @@ class Engine:
         pipeline, prefixes, settings = self.pipeline, self.prefixes, self.settings
         grid, async_steps = settings.grid, settings.async_steps or pipeline.async_steps
         pace = None if settings.max_gap is None else Pace(settings.max_gap, grid)
-        drafter, costs = pipeline.drafter, Costs() if settings.measure_drafts and pipeline.on_cpu else None
+        drafter, measured = pipeline.drafter, settings.measure_drafts and pipeline.on_cpu
+        costs = Costs(chained=drafter is not None and drafter.chained) if measured else None
         self._measures = Measures(costs, fault=lambda: pipeline.drafter_fault)
         proposer = Proposer(pipeline.propose if drafter is not None else None, costs)
         reach = drafter.reach if drafter is not None else 0

@@ -1,12 +1,14 @@
 """What blocks cost, measured while an engine runs.
 
 A plain step has a row for each sequence. Its time is known from the last ones, and a row's from what blocks took longer
-than a plain step. A drafted token costs a row; a pass of the drafter is shared by the sequences that it drafts for. The
-unit is the token that a plain step of the same sequences gives: with many of them a plain step gives many tokens, so
+than a plain step. A drafted token costs a row; a pass of the drafter is shared by the sequences that it drafts for. A
+drafter that chains makes a pass for every token. The unit is the token that a plain step of the same sequences gives: with many of them a plain step gives many tokens, so
 that drafting has to be better to pay.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rekindle.speculative.width import ROW
 
@@ -15,12 +17,14 @@ PASS = 0.25  # of a drafter, in plain steps, until one was measured
 
 
 class Costs:
-    def __init__(self) -> None:
+    def __init__(self, chained: bool = False) -> None:
+        """chained: the drafter makes a pass for every token, not for every block."""
+        self._chained = chained
         self.sequences = 1  # that decode
         self._counted = 1  # sequences of the plain steps that were measured last …
         self._plain: float | None = None  # … and seconds of such a step
         self._row: float | None = None  # seconds
-        self._pass: float | None = None  # seconds of the drafter's pass, for one sequence
+        self._pass: float | None = None  # seconds of the drafter's pass, for one sequence; of a chain, for one token
 
     def note_step(self, sequences: int, rows: int, seconds: float) -> None:
         """A step without prefill came back."""
@@ -31,15 +35,17 @@ class Costs:
             each = (seconds - self._plain_of(sequences)) / (rows - sequences)
             self._row = max(0.0, _between(self._row, each))
 
-    def note_pass(self, sequences: int, seconds: float) -> None:
-        """The drafter drafted for so many."""
-        self._pass = _between(self._pass, seconds / sequences)
+    def note_pass(self, drafted: Sequence[int], seconds: float) -> None:
+        """The drafter drafted so many tokens for each of the sequences."""
+        passes = sum(max(1, count) for count in drafted) if self._chained else len(drafted)
+        self._pass = _between(self._pass, seconds / passes)
 
     def extra(self, width: int, with_pass: bool) -> float:
         """Cost of a block beyond that of a plain row, in tokens."""
         plain = self._plain_of(self.sequences)
         drafting = (PASS * plain if self._pass is None or self._plain is None else self._pass) if with_pass else 0.0
-        return self.sequences * (self._row_seconds() * width + drafting) / plain
+        passes = max(1, width) if self._chained else 1
+        return self.sequences * (self._row_seconds() * width + drafting * passes) / plain
 
     def _row_seconds(self) -> float:
         """Until it was measured, what it usually is beside a plain step."""
