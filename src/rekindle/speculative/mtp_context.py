@@ -40,8 +40,8 @@ class MtpContext(RingContext):
         return super().reach + 1
 
     def context(self, slot: int) -> range:
-        known = self._known[slot]
-        return range(max(0, known.start - 1), known.stop)
+        known = super().context(slot)
+        return range(max(0, known.start - 1), known.stop) if known else known
 
     def _read_rows(
         self, batch: Batch, features: Sequence[Tensor], pending: Pending | None

@@ -208,7 +208,8 @@ class LocalStage:
         return pages
 
     def _make_room(self, rows: int) -> None:
-        if not self._state.make_room(rows):
+        in_float32 = self.model.device.type == "cpu"  # whatever the type of activations
+        if not self._state.make_room(rows, torch.float32 if in_float32 else self.model.dtype):
             return
         if self._recording is not None:
             self._recording.steps.forget_blocks()
