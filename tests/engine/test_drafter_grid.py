@@ -42,8 +42,8 @@ ENDS = {"by length": None, "inside a block": 7}
 class House:
     """Places where engines run, over one model with routed experts."""
 
-    def __init__(self, tiny: Any, folder: Path) -> None:
-        self.tiny, self.lab, self.folder = tiny, Lab(tiny), folder
+    def __init__(self, tiny: Any, folder: Path, sequences: int) -> None:
+        self.tiny, self.lab, self.folder, self.sequences = tiny, Lab(tiny), folder, sequences
 
     def engine(self, stages: list[Stage], drafts: Drafts) -> Engine:
         settings = EngineSettings(context=2048, grid=64, drafts=drafts)
@@ -73,8 +73,10 @@ class House:
 
     @contextmanager
     def small_pool(self, drafts: Drafts) -> Iterator[Engine]:
-        """Two pages on the device: less than the prompt has."""
-        yield from _run(self.engine([self.tiny.stage(slots=4, pages=2, host_pages=64)], drafts))
+        """Two pages on the device for each sequence, which may be open; a prompt has three."""
+        stage = self.tiny.stage(slots=4, pages=2 * self.sequences, host_pages=64)
+        yield from _run(self.engine([stage], drafts))
+        assert stage.paging().page_outs
 
     @contextmanager
     def ram(self, drafts: Drafts) -> Iterator[Engine]:
@@ -82,7 +84,7 @@ class House:
 
     @contextmanager
     def disk(self, drafts: Drafts, spans: tuple[Span, ...] = ()) -> Iterator[Engine]:
-        yield from _run(self.lab.engine(self.folder, 0, spans=spans, drafts=drafts))
+        yield from _run(self.lab.engine(self.folder, spans=spans, drafts=drafts))
 
     @contextmanager
     def disk_split(self, drafts: Drafts) -> Iterator[Engine]:
@@ -148,7 +150,7 @@ def test_greedy_answers_are_those_without_drafts(
     tiny: Any, plain: Any, tmp_path: Path, place: tuple[str, str | None], right: float, at: int | None, sequences: int
 ) -> None:
     """Two turns; the second goes on from what the first answered, and its prompt is restored."""
-    house = House(tiny, tmp_path)
+    house = House(tiny, tmp_path, sequences)
     first = [Prompt(random_tokens(150 + 7 * seed, seed)) for seed in range(sequences)]
     answers = [plain(asked)[:at] for asked in first]
     both = zip(first, answers, strict=True)
