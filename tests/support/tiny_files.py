@@ -75,17 +75,18 @@ def write_with_block(path: Path, name: str, alone: bool = False) -> Path:
     routed, mix, seed = FILES[name]
     shapes = list(_shapes(routed))
     layers = [each for each in shapes if not alone or not each[0].startswith("blk.")]
-    numbers = {"block_count": LAYERS + 1, "nextn_predict_layers": 1}
+    recurrent = [*_layout()["attention.recurrent_layers"], False]
+    numbers = {"block_count": LAYERS + 1, "nextn_predict_layers": 1, "attention.recurrent_layers": recurrent}
     return _write(path, routed, mix, {seed: layers, seed + 100: list(_block(routed))}, numbers)
 
 
 def _write(
-    path: Path, routed: bool, mix: Mix, shapes: dict[int, list[tuple[str, tuple[int, ...]]]], numbers: dict[str, int]
+    path: Path, routed: bool, mix: Mix, shapes: dict[int, list[tuple[str, tuple[int, ...]]]], numbers: dict[str, Any]
 ) -> Path:
     """shapes: of tensors, by the seed that they are drawn with."""
     architecture = "qwen35moe" if routed else "qwen35"
     writer = GGUFWriter(path, architecture)
-    for key, value in [*(_numbers(routed) | numbers).items(), *_layout().items()]:
+    for key, value in (_numbers(routed) | _layout() | numbers).items():
         add_value(writer, f"{architecture}.{key}", value)
     for key, value in {"general.name": path.stem, **qwen_vocabulary()}.items():
         add_value(writer, key, value)
