@@ -124,3 +124,14 @@ def test_one_purse_is_for_all_sequences() -> None:
     patient = Width(lambda width: 1.0 * width / 2, purse)
     patient.at(0)
     assert patient.at(int(1 / SHARE)) > 0, "a share of every token goes into it"
+
+
+def test_on_gpus_blocks_cost_what_they_usually_do() -> None:
+    """Timings of steps that overlap say nothing, and are not taken in."""
+    costs = Costs(measured=False)
+    assert costs.extra(15, with_pass=False) == pytest.approx(0.98, abs=0.01), "as 16 rows of the 27B on an H200"
+    costs.note_step(1, 1, 5.0)
+    costs.note_pass([4], 9.0)
+    assert costs.extra(15, with_pass=False) == pytest.approx(0.98, abs=0.01)
+    costs.sequences = 8
+    assert costs.extra(3, with_pass=False) > 1, "a row more for each of eight delays all of them"
