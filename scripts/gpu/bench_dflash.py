@@ -237,7 +237,9 @@ def main() -> None:
         again = disk[name]
         print(f"{name:>8} {run.per_step:9.2f} {run.speed:7.1f} {run.speed / plain:8.2f}", end=" ")
         print(f"{again.per_step:21.2f} {again.speed / plain:8.2f}")
-    tables = {where: {name: _json(run) for name, run in runs.items()} for where, runs in (("cold", cold), ("disk", disk))}
+    tables = {
+        where: {name: _json(run) for name, run in runs.items()} for where, runs in (("cold", cold), ("disk", disk))
+    }
     print(json.dumps({"shape": arguments.shape, "plain": round(plain, 1), **tables}))
 
 

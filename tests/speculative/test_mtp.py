@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,7 +185,7 @@ def test_sequences_of_different_lengths_chain_together(made: Made) -> None:
 def test_it_does_not_matter_how_the_text_was_cut(made: Made, cuts: tuple[int, ...]) -> None:
     tokens, hidden = made.text(41)
     context = made.context()
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         fed(context, tokens, hidden, start, stop)
     wanted = made.loops.propose(tokens, hidden[:40].double().numpy(), 3)
     assert list(context.propose([Ask(1, 40, tokens[40], 3)])[0]) == wanted

@@ -315,7 +315,9 @@ def test_padding_behind_blocks_always_fits_the_log() -> None:
             assert shape is not None and shape.lengths[0] >= max(lengths)
             for batch in (None, Batch(tuple(Segment(i, 0, (1,) * n) for i, n in enumerate(lengths)), rewindable=True)):
                 layout = Layout(shape, CPU, 20, 99)
-                its_pages = [SegmentPages(np.zeros((1, 1), dtype=np.int32), 0, None, 0)] * (len(lengths) if batch else 0)
+                its_pages = [SegmentPages(np.zeros((1, 1), dtype=np.int32), 0, None, 0)] * (
+                    len(lengths) if batch else 0
+                )
                 layout.fill(batch, its_pages, torch.zeros(shape.size, dtype=torch.int32))
                 laid = layout.ragged.starts.diff().tolist()
                 assert max(laid) <= shape.lengths[0] and sum(laid) == shape.rows

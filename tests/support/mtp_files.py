@@ -15,8 +15,8 @@ from rekindle.weights.hf_names import LAYER_NAMES, NEXTN_NAMES
 
 
 def random_block(folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
-    """For the model in `folder`, by canonical names inside the block; float32. Attention is sharp, so that what the block
-    guesses hangs on its context."""
+    """For the model in `folder`, by canonical names inside the block; float32. Attention is sharp, so that what the
+    block guesses hangs on its context."""
     spec, dice = open_weights(folder).spec, torch.Generator().manual_seed(seed)
     shapes = {name.split(".", 2)[2]: shape for name, shape in expected_nextn(spec).items()}
     weights = {}

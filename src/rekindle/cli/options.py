@@ -82,8 +82,8 @@ DRAFT = Config().draft
 Drafter = Annotated[
     Path | None,
     typer.Option(
-        help="A drafter for this model: DFlash, a GGUF file or a folder with safetensors; or a GGUF file that holds the "
-        "model's next-token-prediction block alone."
+        help="A drafter for this model: DFlash, a GGUF file or a folder with safetensors; or a GGUF file that holds "
+        "the model's next-token-prediction block alone."
     ),
 ]
 

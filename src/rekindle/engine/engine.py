@@ -85,7 +85,9 @@ class Engine:
         self._measures = Measures(costs, fault=lambda: pipeline.drafter_fault)
         proposer = Proposer(pipeline.propose if drafter is not None else None, costs)
         reach = drafter.reach if drafter is not None else 0
-        scheduler = Scheduler(grid, pipeline.depth, async_steps, pace, None if pipeline.on_cpu else BLOCK_ROWS, proposer, reach)
+        scheduler = Scheduler(
+            grid, pipeline.depth, async_steps, pace, None if pipeline.on_cpu else BLOCK_ROWS, proposer, reach
+        )
         on_cpu = all(stage.device == "cpu" for stage in pipeline.stages)
 
         self._totals = Totals()

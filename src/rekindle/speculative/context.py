@@ -281,7 +281,9 @@ class RingContext(ABC):
         """Every layer brings as many positions as its ring holds of those that the widest brings."""
         rows = {name: tensor for name, tensor in part.tensors.items() if name != IDENTITY}
         brought = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in rows.items()}
-        widest = max((shape[1] for name, (shape, _) in brought.items() if name[:2] == "kv" and len(shape) > 1), default=0)
+        widest = max(
+            (shape[1] for name, (shape, _) in brought.items() if name[:2] == "kv" and len(shape) > 1), default=0
+        )
         count = min(widest, position, self.reach)
         wanted = self._shapes_beside() | {
             f"kv{layer}": ((2, min(cap, count), *ring.shape[3:]), ring.dtype)
@@ -306,9 +308,7 @@ class RingContext(ABC):
 class DrafterContext(RingContext):
     """Of a DFlash drafter."""
 
-    def __init__(
-        self, model: Dflash, identity: str, slots: int, context: int, kv_type: torch.dtype = KV_TYPE
-    ) -> None:
+    def __init__(self, model: Dflash, identity: str, slots: int, context: int, kv_type: torch.dtype = KV_TYPE) -> None:
         super().__init__(model.spec, model.device, identity, slots, context, kv_type)
         self.model = model
         self._order = [self.taps.index(tap) for tap in model.spec.taps]

@@ -2,8 +2,9 @@
 
 A plain step has a row for each sequence. Its time is known from the last ones, and a row's from what blocks took longer
 than a plain step. A drafted token costs a row; a pass of the drafter is shared by the sequences that it drafts for. A
-drafter that chains makes a pass for every token. The unit is the token that a plain step of the same sequences gives: with many of them a plain step gives many tokens, so
-that drafting has to be better to pay.
+drafter that chains makes a pass for every token. The unit is the token that a plain step of the same sequences gives:
+with many of them a plain step gives many tokens, so that drafting has to be better to pay. On a GPU, where steps
+overlap, nothing is timed, and what rows and passes usually cost counts.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Mtp:
         return [tuple(tokens) for tokens in found]
 
     def _row(self, tokens: Tensor, h: Tensor, positions: Tensor, keys: list[Keys], going: Sequence[int]) -> Tensor:
-        """One row of each chain in `going` -> [rows, hidden] after the block's norm; its K and V join those in `keys`."""
+        """One row of each chain in `going` -> [rows, hidden] after the block's norm; K and V join those in `keys`."""
         x = self._enter(tokens, h)
         n = rms_norm(x, self.attn_norm, self.spec.eps)
         q, k, v = multiply_all(n, [self.q, self.k, self.v])

@@ -1,7 +1,7 @@
 """A next-token-prediction (MTP) block with what it keeps of every slot.
 
-The row of position q is made of the token at q and of what left the target's last layer at q - 1. So what left it at the
-last position waits for a token: the next one, or the one that a block begins with. It is a part of the state.
+The row of position q is made of the token at q and of what left the target's last layer at q - 1. So what left it at
+the last position waits for a token: the next one, or the one that a block begins with. It is a part of the state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The next-token-prediction (MTP) block of a model as a drafter: what it is in numbers, and where its weights lie.
 
-The block stands behind the layers of the model's own file, or in a companion file beside it. No torch: the planner reads
-it too.
+The block stands behind the layers of the model's own file, or in a companion file beside it. No torch: the planner
+reads it too.
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ def is_mtp(path: Path) -> bool:
 def _shaped(file: WeightFile, name: str, shape: tuple[int, ...]) -> TensorInfo:
     info = file.tensors.get(name)
     if info is None:
-        raise BadModelFile(f"{file.path} has no tensor {name}, which the next-token-prediction block of {file.spec.name} needs")
+        raise BadModelFile(
+            f"{file.path} has no tensor {name}, which the next-token-prediction block of {file.spec.name} needs"
+        )
     if not same_shape(info.shape, shape):
         raise BadModelFile(f"{file.path}: tensor {name} is {info.shape}, {file.spec.name} asks for {shape}")
     require_decodable(str(file.path), info)

@@ -188,7 +188,7 @@ class Layout:
 
 
 def _padding(bounds: Sequence[int], rows: int) -> list[int]:
-    """So many rows over segments of padding: at least one each, at most what bounds it; where that is 0, what is left."""
+    """So many rows over segments of padding: at least one each, at most its bound; where that is 0, what is left."""
     lengths = [min(1, bound) for bound in bounds]
     left = rows - sum(lengths)
     for number, bound in enumerate(bounds):

@@ -81,8 +81,8 @@ class SpanState:
         return any(state.logs_rows for state in self.layers.values())
 
     def make_room(self, rows: int, dtype: torch.dtype) -> bool:
-        """For blocks of `rows` rows in every slot, dtype: of what they are computed in; the plan counts these bytes. True
-        if logs lie in new memory."""
+        """For blocks of `rows` rows in every slot; dtype: of what they are computed in. The plan counts these bytes.
+        True if logs lie in new memory."""
         if rows <= self._block_rows:
             return False
         self._block_rows = round_up(rows)

@@ -163,7 +163,9 @@ def _check_companion(
     if architecture != target.architecture:
         raise BadModelFile(f"{path} is for models of {architecture}, {target.name} is one of {target.architecture}")
     if f"blk.{target.layers}.{NEXTN_JOIN}" not in names:
-        raise BadModelFile(f"{path} has no tensor blk.{target.layers}.{NEXTN_JOIN}: {target.name} has {target.layers} layers")
+        raise BadModelFile(
+            f"{path} has no tensor blk.{target.layers}.{NEXTN_JOIN}: {target.name} has {target.layers} layers"
+        )
     for key in (f"{architecture}.{number}" for number in _DECIDE_NEXTN):
         if key in ours and key in theirs and not _same_number(ours[key], theirs[key]):
             raise BadModelFile(f"{path} was made with {key} {ours[key]}, {target.name} has {theirs[key]}")
