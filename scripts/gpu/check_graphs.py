@@ -66,6 +66,15 @@ class Pair:
         for stage in (self.recorded, self.plain):
             stage.rewind(slot, position + keep)
 
+    def verify_all(self, at: list[int], rows: list[int], keep: list[int]) -> None:
+        """Blocks of slots 0, 1, … in one step."""
+        texts = [tuple(TOKENS[start : start + count]) for start, count in zip(at, rows, strict=True)]
+        blocks = (Segment(slot, at[slot], text, Wanted.ALL) for slot, text in enumerate(texts))
+        self.run(*blocks, rewindable=True)
+        for stage in (self.recorded, self.plain):
+            for slot, count in enumerate(keep):
+                stage.rewind(slot, at[slot] + count)
+
 
 def alone(pair: Pair) -> None:
     pair.prefill(1, 120)
@@ -126,6 +135,20 @@ def blocks(pair: Pair) -> None:
             at += keep
         pair.decode((2, at))
         at += 1
+
+
+def together(pair: Pair) -> None:
+    """Blocks of several sequences in one step, each gone back into by itself."""
+    at = [55, 130, 7]
+    for slot, start in enumerate(at):
+        pair.prefill(slot, start)
+    for step in range(24):
+        widths = [1 + (5 * step + 7 * slot) % 16 for slot in range(3)]
+        keeps = [1 + (step + slot) % width for slot, width in enumerate(widths)]
+        pair.verify_all(at, widths, keeps)
+        at = [start + keep for start, keep in zip(at, keeps, strict=True)]
+        pair.decode(*enumerate(at))
+        at = [start + 1 for start in at]
 
 
 def edges(pair: Pair) -> None:
@@ -192,6 +215,7 @@ def main() -> None:
             (whole, known),
             (chunks, known),
             (blocks, {}),
+            (together, {"rewind_rows": 16}),
             (edges, sparse),
         ):
             if options.only and work.__name__ not in only:

@@ -123,8 +123,8 @@ class Config:
     ray: str | None = None  # address of a Ray cluster, whose nodes host all stages
     replicas: int = 1  # whole models among which the devices are divided
     audit: int = 0  # every n-th restore is checked against a cold run; 0 checks none
-    draft: str = "auto"  # what proposes tokens for the model to verify: lookup (in prompt, answer), dflash, off, or all
-    drafter: Path | None = None  # a DFlash drafter's file or folder
+    draft: str = "auto"  # what proposes tokens for the model to verify: lookup, dflash, mtp, off, or what there is
+    drafter: Path | None = None  # a DFlash drafter's file or folder, or a companion file with the model's MTP block
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -139,8 +139,8 @@ class Config:
         ):
             if value is not None and value < least:
                 raise BadConfig(f"{name} is {value}; it must be at least {least}")
-        if self.draft not in ("auto", "lookup", "dflash", "off"):
-            raise BadConfig(f"--draft is {self.draft}; it must be auto, lookup, dflash or off")
+        if self.draft not in ("auto", "lookup", "dflash", "mtp", "off"):
+            raise BadConfig(f"--draft is {self.draft}; it must be auto, lookup, dflash, mtp or off")
         if self.drafter is not None and self.draft in ("lookup", "off"):
             raise BadConfig(f"--drafter is {self.drafter}, and --draft {self.draft} leaves it unused; leave one out")
         if self.drafter is None and self.draft == "dflash":

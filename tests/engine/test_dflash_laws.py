@@ -1,4 +1,4 @@
-"""A DFlash drafter changes no answer, and drafts after a restore as if there had been none.
+"""A drafter with weights, DFlash or MTP, changes no answer, and drafts after a restore as if there had been none.
 
 The target knows four tokens, so a random drafter is right now and then; about a target of 320 it is wrong.
 """
@@ -14,11 +14,13 @@ import pytest
 import torch
 from support.drafter_files import tiny_drafter
 from support.mortal import Mortal
+from support.mtp_files import folder_with_block
 from support.paper_drafter import PaperReader
 from support.paper_hall import QUICK
 from support.snapshot_lab import PLENTY, Answer, Lab, RecordingCache, same_bits, wait_until
 
 from rekindle.batch import Ask, Batch
+from rekindle.build.drafts import DraftWeights
 from rekindle.engine.drafting import Drafts
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import DraftReport, Sampling
@@ -29,17 +31,19 @@ from rekindle.prompt import Boundary, BoundaryKind, Prompt
 from rekindle.shards import RemoteStage, ShardServer, Terms
 from rekindle.snapshots.types import DRAFTER_LAYER, Part, Snapshot
 from rekindle.spec import Span
-from rekindle.speculative.files import DrafterFile, open_drafter
+from rekindle.speculative.files import open_drafter
 from rekindle.speculative.lookup import PromptLookup
+from rekindle.speculative.mtp_file import MtpFile
 from rekindle.stages import LocalStage, Pipeline
+from rekindle.stages.types import PendingTokens
 
 VOCAB, LENGTH = 4, 40
 GREEDY, SEEDED = Sampling(temperature=0), Sampling(temperature=1.0, seed=5)
 PENALISED = Sampling(temperature=1.0, seed=6, top_k=5, repetition_penalty=1.3, presence_penalty=0.5)
-DFLASH = Drafts(model="dflash", off=None)
-SEEDS = {"dense": 5, "moe": 4}  # of drafters that are right now and then
+ALONE = Drafts(model="drafter", off=None)
+SEEDS = {"dense 1": 5, "moe 2": 4, "dense mtp": 5, "moe mtp": 1}  # of drafters that are right now and then
 SPANS = {"one stage": (), "three stages": (Span(0, 2), Span(2, 5), Span(5, 8))}
-BOTH = Drafts("lookup", PromptLookup, None, "dflash")
+BOTH = Drafts("lookup", PromptLookup, None, "drafter")
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +55,19 @@ def _no_long_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 class Target:
     """A tiny target and a drafter for it."""
 
-    def __init__(self, tiny: Any, folder: Path, version: int, seed: int = 0) -> None:
+    def __init__(self, tiny: Any, folder: Path, version: str, seed: int = 0) -> None:
+        """version: of DFlash, or mtp."""
+        self.file: DraftWeights
+        if version == "mtp":
+            tiny = type(tiny)(folder_with_block(tiny.folder, folder, seed), tiny.reference)
+            self.file = MtpFile(tiny.open())
+        else:
+            self.file = open_drafter(tiny_drafter(folder, tiny.open().spec, int(version), seed))
         self.lab, self.tiny = Lab(tiny), tiny
-        self.file: DrafterFile = open_drafter(tiny_drafter(folder, tiny.open().spec, version, seed))
         self._straight = self.lab.engine(ram=0)
         self._known: dict[tuple[Any, ...], list[int]] = {}
 
-    def engine(self, folder: Path | None = None, ram: int = PLENTY, drafts: Drafts = DFLASH, **fields: Any) -> Engine:
+    def engine(self, folder: Path | None = None, ram: int = PLENTY, drafts: Drafts = ALONE, **fields: Any) -> Engine:
         return self.lab.engine(folder, ram, drafter=self.file, drafts=drafts, **fields)
 
     def plain(self, asked: Prompt, sampling: Sampling = GREEDY, max_tokens: int = LENGTH) -> list[int]:
@@ -71,11 +81,11 @@ class Target:
         self._straight.stop()
 
 
-@pytest.fixture(scope="module", params=["dense 1", "moe 2"])
+@pytest.fixture(scope="module", params=["dense 1", "moe 2", "dense mtp", "moe mtp"])
 def target(request: Any, make_tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     kind, version = request.param.split()
     folder = tmp_path_factory.mktemp("drafter") / "d"
-    made = Target(make_tiny(kind, vocab_size=VOCAB), folder, int(version), SEEDS[kind])
+    made = Target(make_tiny(kind, vocab_size=VOCAB), folder, version, SEEDS[request.param])
     yield made
     made.stop()
 
@@ -99,7 +109,7 @@ def seen(engine: Engine) -> list[Snapshot]:
 
 @pytest.mark.parametrize(
     ("drafts", "sampling"),
-    [(DFLASH, GREEDY), (DFLASH, SEEDED), (DFLASH, PENALISED), (BOTH, GREEDY), (BOTH, PENALISED)],
+    [(ALONE, GREEDY), (ALONE, SEEDED), (ALONE, PENALISED), (BOTH, GREEDY), (BOTH, PENALISED)],
     ids=["greedy", "seeded", "penalised", "greedy with lookup", "penalised with lookup"],
 )
 def test_the_tokens_are_those_of_a_run_without_a_drafter(target: Target, drafts: Drafts, sampling: Sampling) -> None:
@@ -108,14 +118,15 @@ def test_the_tokens_are_those_of_a_run_without_a_drafter(target: Target, drafts:
     assert answer.tokens == target.plain(prompt(1), sampling)
     draft = answer.finished.draft
     engine.stop()
-    assert draft.drafter == ("dflash" if drafts is DFLASH else "lookup and dflash") and draft.cold_from is None
+    assert draft.drafter == ("drafter" if drafts is ALONE else "lookup and drafter") and draft.cold_from is None
     assert draft.blocks and draft.proposed >= draft.accepted
-    if sampling is GREEDY and drafts is DFLASH:
+    if sampling is GREEDY and drafts is ALONE:
         assert 0 < draft.accepted < draft.proposed
 
 
-def test_a_drafter_that_is_never_right_changes_nothing(make_tiny: Any, tmp_path: Path) -> None:
-    target = Target(make_tiny("dense"), tmp_path / "d", 1)
+@pytest.mark.parametrize("version", ["1", "2", "mtp"])
+def test_a_drafter_that_is_never_right_changes_nothing(make_tiny: Any, tmp_path: Path, version: str) -> None:
+    target = Target(make_tiny("dense"), tmp_path / "d", version)
     engine = target.engine()
     answer = Answer(engine, prompt(1), max_tokens=LENGTH)
     assert answer.tokens == target.plain(prompt(1))
@@ -131,7 +142,7 @@ def test_a_drafter_that_is_always_or_often_right_changes_nothing(
     expected = target.plain(prompt(1), SEEDED)
     stages = [target.lab.stage(span) for span in spans or (None,)]
     pipeline = Pipeline(stages, drafter=PaperReader(right, [*prompt(1).tokens, *expected], VOCAB))
-    settings = EngineSettings(context=2048, grid=64, drafts=DFLASH)
+    settings = EngineSettings(context=2048, grid=64, drafts=ALONE)
     engine = Engine(pipeline, RecordingCache(local_tiers(PLENTY)), settings).start()
     answer = Answer(engine, prompt(1), SEEDED, max_tokens=LENGTH)
     assert answer.tokens == expected
@@ -141,14 +152,15 @@ def test_a_drafter_that_is_always_or_often_right_changes_nothing(
     assert report.mean_accepted > (5 if right == 1.0 else 0)
 
 
-def test_cold_experts_and_far_pages_change_nothing(make_tiny: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["2", "mtp"])
+def test_cold_experts_and_far_pages_change_nothing(make_tiny: Any, tmp_path: Path, version: str) -> None:
     """Two of eight experts are hot, and the pool holds less than the prompt."""
-    target = Target(make_tiny("moe", vocab_size=VOCAB), tmp_path / "d", 2, SEEDS["moe"])
+    target = Target(make_tiny("moe", vocab_size=VOCAB), tmp_path / "d", version, SEEDS[f"moe {version}"])
     file = target.tiny.open()
     experts = SpanExperts([[1, 5]] * file.spec.layers, [2] * file.spec.layers, RoutingCounts(file.spec.layers, 8))
     model = load_span(file, file.spec.whole, torch.device("cpu"), torch.float32, experts=experts)
     stage = LocalStage(model, slots=4, pages=4, kv_type="f32", host_pages=64)
-    settings = EngineSettings(context=2048, grid=64, drafts=DFLASH)
+    settings = EngineSettings(context=2048, grid=64, drafts=ALONE)
     pipeline = Pipeline([stage], drafter=target.lab.drafter(target.file, [stage]))
     engine = Engine(pipeline, RecordingCache(local_tiers(PLENTY)), settings).start()
     answer = Answer(engine, prompt(1, 300), max_tokens=LENGTH)
@@ -236,7 +248,7 @@ def with_shard(target: Target, tmp_path: Path) -> Iterator[Engine]:
     remote = RemoteStage(server.endpoint, "middle", terms, deadlines=QUICK)
     stages = [target.lab.stage(Span(0, 3)), remote, target.lab.stage(Span(6, 8))]
     pipeline = Pipeline(stages, drafter=target.lab.drafter(target.file, stages))
-    settings = EngineSettings(context=2048, grid=64, drafts=DFLASH)
+    settings = EngineSettings(context=2048, grid=64, drafts=ALONE)
     engine = Engine(pipeline, RecordingCache(local_tiers(PLENTY)), settings).start()
     yield engine
     engine.stop()
@@ -330,7 +342,7 @@ def test_an_audit_compares_what_decides_answers(target: Target) -> None:
 def test_another_drafters_context_is_left_alone(target: Target, tmp_path: Path) -> None:
     first, second = two_turns()
     other = open_drafter(tiny_drafter(tmp_path / "other", target.tiny.open().spec, seed=9))
-    stranger = target.lab.engine(tmp_path, 0, drafter=other, drafts=DFLASH)
+    stranger = target.lab.engine(tmp_path, 0, drafter=other, drafts=ALONE)
     Answer(stranger, first, max_tokens=1).wait()
     stranger.stop()
     engine = target.engine(tmp_path, 0)
@@ -355,7 +367,7 @@ def test_a_lost_stage_comes_back_and_the_drafter_begins_anew(target: Target) -> 
     stages = [target.lab.stage(Span(0, 5)), Mortal(target.lab.stage(Span(5, 8)), {"rewind": 1})]
     local = [stages[0], target.lab.stage(Span(5, 8))]
     pipeline = Pipeline(stages, drafter=target.lab.drafter(target.file, local))
-    settings = EngineSettings(context=2048, grid=64, drafts=DFLASH)
+    settings = EngineSettings(context=2048, grid=64, drafts=ALONE)
     engine = Engine(pipeline, RecordingCache(local_tiers(PLENTY)), settings).start()
     answer = Answer(engine, prompt(13), max_tokens=LENGTH)
     assert answer.tokens == target.plain(prompt(13))
@@ -379,8 +391,9 @@ def test_what_the_drafter_cannot_reach_is_not_sent(target: Target, monkeypatch: 
     Answer(engine, prompt(9, 300), max_tokens=2).wait()
     engine.stop()
     reach = engine.pipeline.drafter.reach if engine.pipeline.drafter else 0
-    assert reach == (30 if target.file.spec.selector is None else 32)
-    assert rows[:5] == [(at, [] if at < 256 else [reach] * 3) for at in range(0, 300, 64)]
+    taps = len(target.file.spec.taps)
+    assert reach == (31 if isinstance(target.file, MtpFile) else 30 if target.file.spec.selector is None else 32)
+    assert rows[:5] == [(at, [] if at < 256 else [reach] * taps) for at in range(0, 300, 64)]
 
 
 # Faults
@@ -406,7 +419,7 @@ class Faulty(PaperReader):
         self._count("propose")
         return super().propose(asks)
 
-    def read(self, batch: Batch, features: Sequence[torch.Tensor]) -> None:
+    def read(self, batch: Batch, features: Sequence[torch.Tensor], pending: PendingTokens | None) -> None:
         self._count("read")
 
     def capture(self, slot: int) -> Sequence[Part]:
@@ -425,7 +438,7 @@ def test_a_fault_of_the_drafter_ends_drafting_and_no_request(
     expected = target.plain(prompt(1), SEEDED)
     drafter = Faulty(verb, [*prompt(1).tokens, *expected])
     pipeline = Pipeline([target.lab.stage(span) for span in spans or (None,)], drafter=drafter)
-    settings = EngineSettings(context=2048, grid=64, drafts=DFLASH)
+    settings = EngineSettings(context=2048, grid=64, drafts=ALONE)
     engine = Engine(pipeline, RecordingCache(local_tiers(PLENTY)), settings).start()
     for _ in range(2):
         answer = Answer(engine, prompt(1), SEEDED, max_tokens=LENGTH)

@@ -150,9 +150,15 @@ def test_every_state_has_the_bits_of_a_run_by_itself_with_the_edges_its_manifest
 
 
 def test_no_step_is_launched_on_top_of_a_block_whose_drafts_may_be_refused() -> None:
-    scheduler = Scheduler(2048, depth=2, async_steps=1, pace=Pace(0.05, 2048), blocks_share=False)
+    scheduler = Scheduler(2048, depth=2, async_steps=1, pace=Pace(0.05, 2048), block_rows=2)
     drafting, other = (sequence(slot, 10, Decoding) for slot in (0, 1))
     drafting.in_flight, drafting.verifying = 1, True
     step = scheduler.next_batch([drafting, other], lambda sequence, end: True)
     assert step is not None
     assert step.owners == [other]
+
+
+def test_blocks_of_a_batch_on_a_gpu_have_so_many_rows_together() -> None:
+    scheduler = Scheduler(2048, depth=1, async_steps=1, block_rows=64)
+    assert [scheduler._longest_draft(sequences) for sequences in (1, 4, 8, 32, 33)] == [15, 15, 7, 1, 0]
+    assert Scheduler(2048, depth=1, async_steps=0)._longest_draft(99) == 15

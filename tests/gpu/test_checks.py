@@ -40,7 +40,7 @@ def test_the_scripts_that_check_a_gpu_run_on_a_cpu_too(golden: Path, tmp_path: P
     name = "tiny-qwen35moe-Q4_K_M.gguf"
     write_cases(golden, tmp_path, [name], (7, 40))
     assert name in run_script("gpu/check_truth.py", "--golden", tmp_path, "--device", "cpu")[-1]
-    assert run_script("gpu/check_graphs.py", "--device", "cpu", "--only", "alone")[-1] == "0 failed"
+    assert run_script("gpu/check_graphs.py", "--device", "cpu", "--only", "alone,together")[-1] == "0 failed"
     assert run_script("gpu/check_pool.py", "--device", "cpu")[0].startswith("ok")
     small = ["--shape", "tiny-moe", "--device", "cpu", "--tokens", "2048"]
     assert result_of("gpu/check_snapshots.py", *small)["ok"]

@@ -58,7 +58,7 @@ class SumSpec(MixerSpec):
     def slot_bytes(self) -> Bytes:
         return {"running sums": 4 * self.width}
 
-    def rewind_bytes(self, rows: int) -> int:
+    def rewind_bytes(self, rows: int, value_bytes: int = 4) -> int:
         return 4 * rows * self.width
 
 
@@ -69,7 +69,7 @@ class SumState(SlotState):
         self.sums = torch.zeros(slots + 1, spec.width, device=device)
         super().__init__({"sum": self.sums})
 
-    def make_room(self, rows: int) -> None:
+    def make_room(self, rows: int, dtype: torch.dtype) -> None:
         self.before = torch.zeros_like(self.sums)
         self.rows = torch.zeros(len(self.sums), rows, self.sums.shape[1], device=self.sums.device)
 

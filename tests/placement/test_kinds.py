@@ -34,7 +34,7 @@ class SumSpec(MixerSpec):
     def slot_bytes(self) -> Bytes:
         return {"running sums": 4 * self.width}
 
-    def rewind_bytes(self, rows: int) -> int:
+    def rewind_bytes(self, rows: int, value_bytes: int = 4) -> int:
         return 8 * rows
 
     def work_bytes(self, rows: int, decode_rows: int) -> Bytes:

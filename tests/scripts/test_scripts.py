@@ -155,6 +155,17 @@ def test_benches_that_need_a_gpu_know_their_arguments(name: str) -> None:
     assert run_script(name, "--help")[0].startswith("usage:")
 
 
+@pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
+def test_drafting_is_measured_at_scripted_acceptance(tmp_path: Path, shape: str) -> None:
+    sizes = ("--tokens", "40", "--prompt", "70", "--accept", "0", "3", "--folder", str(tmp_path))
+    told = result_of("gpu/bench_dflash.py", "--shape", shape, "--device", "cpu", *sizes)
+    assert told["plain"] > 0 and set(told) == {"shape", "plain", "cold", "disk"}
+    for where in ("cold", "disk"):
+        never, often = told[where]["0"], told[where]["3"]
+        assert never["per_step"] == 1 and 1.5 < often["per_step"] <= 3
+        assert often["restored"] == (70 if where == "disk" else 0)
+
+
 @pytest.mark.parametrize("name", ["gpu/bench_matmul.py", "gpu/bench_mixers.py"])
 def test_benches_of_kernels_import_what_they_use(name: str) -> None:
     assert "main" in runpy.run_path(str(SCRIPTS / name), run_name="imported")

@@ -8,7 +8,7 @@ from rekindle.speculative.width import FIRST, MOST, MOST_REST, ROW, Width
 
 BLOCKS = {  # share of every block that is accepted: widths of the blocks, and the rests between them
     "all": (1.0, [4, 8, 15, 15, 15], [0, 0, 0, 0, 0]),
-    "half": (0.5, [4, 2, 1, 1, 1], [0, 0, 1, 2, 4]),
+    "half": (0.5, [4, 3, 2, 2, 2], [0, 0, 0, 0, 0]),
     "none": (0.0, [4, 2, 1, 1, 1, 1, 1, 1], [1, 2, 4, 8, 16, 32, 32, 32]),
 }
 
@@ -27,6 +27,15 @@ def test_widths_and_rests(name: str) -> None:
             assert width.at(length) == 0
             length += 1
         assert width.at(length) > 0
+
+
+def test_blocks_settle_at_one_more_than_is_accepted() -> None:
+    """A drafter that is right three times in a row."""
+    width, blocks = Width(), []
+    for step in range(6):
+        blocks.append(width.at(10 * step))
+        width.note(10 * step + 4, blocks[-1], min(3, blocks[-1]))
+    assert blocks == [4] * 6
 
 
 def test_one_block_that_pays_ends_the_long_rests() -> None:

@@ -53,7 +53,7 @@ def test_a_stage_gives_those_of_its_own_layers_and_the_pipeline_joins_them(make_
     class Reader:
         taps, reach = TAPS, 99
 
-        def read(self, batch: Batch, features: tuple[torch.Tensor, ...]) -> None:
+        def read(self, batch: Batch, features: tuple[torch.Tensor, ...], pending: object) -> None:
             taken.append(features)
 
     pipeline = Pipeline(stages, drafter=Reader())  # type: ignore[arg-type]
@@ -79,6 +79,26 @@ def test_a_recorded_step_gives_them_too(make_tiny: Any, rows: int) -> None:
     assert recorded.work()["step:recorded"] >= 2
     assert len(outputs[0]) == 2 * len(TAPS)
     assert all(close(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def test_a_recorded_step_of_a_cpu_gives_them_too(make_tiny: Any) -> None:
+    """Single rows, with taps and without in turn; then blocks. The last of the taps is the last layer."""
+    tiny, taps = make_tiny("dense"), (1, 7)
+    stage, plain = tiny.stage(rewind_rows=4), tiny.stage(rewind_rows=4)
+    plain._cpu_steps = None
+    for each in (stage, plain):
+        each.forward(Batch((Segment(0, 0, TOKENS[:60]),)), None)
+    at = 60
+    for rows, wanted in [(1, taps), (1, ()), (1, taps), (1, taps), (4, taps), (4, ()), (4, taps), (4, taps)]:
+        segment = Segment(0, at, TOKENS[at : at + rows], Wanted.ALL, features=rows if wanted else 0)
+        batch = Batch((segment,), rewindable=rows > 1, taps=wanted)
+        ours, theirs = stage.forward(batch, None), plain.forward(batch, None)
+        assert len(ours.features) == len(wanted)
+        pairs = zip((ours.logits, *ours.features), (theirs.logits, *theirs.features), strict=True)
+        assert all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
+        at += rows
+    if stage._cpu_steps is not None:
+        assert stage.work()["step:recorded"] == 8
 
 
 def test_a_batch_that_runs_in_portions_gives_all_of_them(make_tiny: Any) -> None:

@@ -266,12 +266,61 @@ def test_a_layout_lists_the_attended_pages_and_counts_rows_by_them() -> None:
     assert ragged.noted.tolist() == [[1, 0], [2, 8]]
 
 
-def test_prefill_and_blocks_of_several_sequences_are_not_recorded() -> None:
+def test_prefill_of_several_sequences_is_not_recorded_and_their_blocks_are() -> None:
     both = [SegmentPages(np.zeros((1, 1), dtype=np.int32), 0, None, i) for i in range(2)]
     chunk, single = Segment(0, 0, (1, 2, 3)), Segment(1, 5, (4,))
     assert GraphShape.of(Batch((chunk,)), both[:1]).padded() is None
     assert GraphShape.of(Batch((chunk, single)), both).padded() is None
-    assert GraphShape.of(Batch((chunk, single), rewindable=True), both).padded() is None
+    blocks = GraphShape.of(Batch((chunk, single), rewindable=True), both).padded()
+    assert blocks is not None and (blocks.lengths, blocks.rows) == ((4, 4, 0), 4)
+    long = GraphShape.of(Batch((Segment(0, 0, (1,) * 17), single), rewindable=True), both)
+    assert long.padded() is None
+
+
+@pytest.mark.parametrize("widths", [(2, 2), (1, 4), (5, 1, 3), (16, 16, 16), (16, 1, 1), (7, 6), (4, 9, 2)])
+def test_recorded_blocks_of_several_sequences_gone_back_into_anywhere_are_plain_ones(
+    make_tiny: Any, widths: tuple[int, ...]
+) -> None:
+    """Of different widths, in one step; each goes back by itself, and no padding reaches a slot."""
+    stage, plain, record = pair(make_tiny, slots=4, rewind_rows=16)
+    starts = [60, 130, 5][: len(widths)]
+    for s in (stage, plain):
+        for slot, start in enumerate(starts):
+            prefill(s, slot, start)
+        prefill(s, 3, 40)
+    untouched = [tensor.clone() for tensor in states(stage, 3)]
+    pieces = list(zip(range(len(widths)), starts, widths, strict=True))
+    batch = [Segment(slot, at, tuple(TOKENS[at : at + rows]), Wanted.ALL) for slot, at, rows in pieces]
+    for back in range(3):
+        logits, expected = (run(s, *batch, rewindable=True) for s in (stage, plain))
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        for slot, at, rows in pieces:
+            keep = min(rows, 1 + (slot + back) % rows)
+            for s in (stage, plain):
+                s.rewind(slot, at + keep)
+            for a, b in zip(states(stage, slot), states(plain, slot), strict=True):
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+            for s in (stage, plain):
+                s.rewind(slot, at)
+    assert stage.work()["step:recorded"] == 3 and record.replayed > 3
+    assert same(states(stage, 3), untouched)
+
+
+def test_padding_behind_blocks_always_fits_the_log() -> None:
+    """Every padded row is in a segment no longer than the longest block."""
+    for sequences in range(2, 13):
+        for rows in range(1, 17):
+            lengths = tuple(1 + (3 * i + rows) % rows for i in range(sequences))
+            shape = GraphShape(lengths, sum(lengths), 1, rewindable=True, notes=False).padded()
+            assert shape is not None and shape.lengths[0] >= max(lengths)
+            for batch in (None, Batch(tuple(Segment(i, 0, (1,) * n) for i, n in enumerate(lengths)), rewindable=True)):
+                layout = Layout(shape, CPU, 20, 99)
+                its_pages = [SegmentPages(np.zeros((1, 1), dtype=np.int32), 0, None, 0)] * (
+                    len(lengths) if batch else 0
+                )
+                layout.fill(batch, its_pages, torch.zeros(shape.size, dtype=torch.int32))
+                laid = layout.ragged.starts.diff().tolist()
+                assert max(laid) <= shape.lengths[0] and sum(laid) == shape.rows
 
 
 def test_the_first_step_of_its_kind_runs_through_all_layers_before_it_is_recorded(make_tiny: Any) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from rekindle.batch import Ask, Batch
 from rekindle.engine.drafting import Drafts
 from rekindle.snapshots.types import Part
+from rekindle.stages.types import PendingTokens
 
 VOCAB = 320
 
@@ -49,6 +50,7 @@ class PaperReader:
 
     taps: tuple[int, ...] = ()
     reach = 0
+    chained = False
 
     def __init__(self, right: float, text: Sequence[int], vocab: int) -> None:
         self._text = list(text)
@@ -58,7 +60,7 @@ class PaperReader:
         spoil = self._drafter.spoil
         return [tuple(map(spoil, self._text[ask.position + 1 : ask.position + 1 + ask.most])) for ask in asks]
 
-    def read(self, batch: Batch, features: Sequence[Tensor]) -> None: ...
+    def read(self, batch: Batch, features: Sequence[Tensor], pending: PendingTokens | None) -> None: ...
     def context(self, slot: int) -> range:
         return range(0)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rekindle.batch import Batch, Segment, Wanted
-from rekindle.build.drafts import load_drafter
+from rekindle.build.drafts import DraftWeights, load_drafter
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Sampling
 from rekindle.prefix import HeldStates, PrefixCache, local_tiers
@@ -22,8 +22,7 @@ from rekindle.prompt import BoundaryKind, Prompt
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.types import DRAFTER_LAYER, TAIL, Snapshot
 from rekindle.spec import Span
-from rekindle.speculative.context import DrafterContext
-from rekindle.speculative.files import DrafterFile
+from rekindle.speculative.context import RingContext
 from rekindle.stages import LocalStage, Pipeline, Stage
 from support import answers
 from support.answers import GREEDY
@@ -74,7 +73,7 @@ class Lab:
             EngineSettings(**{"context": 2048, "grid": 64, **settings}),
         ).start()
 
-    def drafter(self, file: DrafterFile | None, stages: Sequence[Stage]) -> DrafterContext | None:
+    def drafter(self, file: DraftWeights | None, stages: Sequence[Stage]) -> RingContext | None:
         """For a pipeline of these stages."""
         return None if file is None else load_drafter(file, self._tiny.open(), stages, torch.float32, context=2048)
 

@@ -66,17 +66,36 @@ def tiny_files(folder: Path) -> Path:
 def write_tiny_file(path: Path, **numbers: int) -> Path:
     """The file of FILES that `path` is named after; the same bytes every time. numbers: metadata of another value."""
     routed, mix, seed = FILES[path.name]
-    rng = np.random.default_rng(seed)
+    return _write(path, routed, mix, {seed: list(_shapes(routed))}, numbers)
+
+
+def write_with_block(path: Path, name: str, alone: bool = False) -> Path:
+    """The file of FILES called `name` with a next-token-prediction block behind its layers; alone: a companion file,
+    which has the same block, the embedding and the head."""
+    routed, mix, seed = FILES[name]
+    shapes = list(_shapes(routed))
+    layers = [each for each in shapes if not alone or not each[0].startswith("blk.")]
+    recurrent = [*_layout()["attention.recurrent_layers"], False]
+    numbers = {"block_count": LAYERS + 1, "nextn_predict_layers": 1, "attention.recurrent_layers": recurrent}
+    return _write(path, routed, mix, {seed: layers, seed + 100: list(_block(routed))}, numbers)
+
+
+def _write(
+    path: Path, routed: bool, mix: Mix, shapes: dict[int, list[tuple[str, tuple[int, ...]]]], numbers: dict[str, Any]
+) -> Path:
+    """shapes: of tensors, by the seed that they are drawn with."""
     architecture = "qwen35moe" if routed else "qwen35"
     writer = GGUFWriter(path, architecture)
-    for key, value in [*(_numbers(routed) | numbers).items(), *_layout().items()]:
+    for key, value in (_numbers(routed) | _layout() | numbers).items():
         add_value(writer, f"{architecture}.{key}", value)
     for key, value in {"general.name": path.stem, **qwen_vocabulary()}.items():
         add_value(writer, key, value)
-    for name, shape in _shapes(routed):
-        kind = _kind(mix, name)
-        data = _small_values(rng, name, shape) if kind == "F32" else random_blocks(rng, kind, shape)
-        writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
+    for seed, its_shapes in shapes.items():
+        rng = np.random.default_rng(seed)
+        for name, shape in its_shapes:
+            kind = _kind(mix, name)
+            data = _small_values(rng, name, shape) if kind == "F32" else random_blocks(rng, kind, shape)
+            writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -145,6 +164,12 @@ def _shapes(routed: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     for layer in range(LAYERS):
         blocks = {**(_attention() if layer % 4 == 3 else _delta()), **(_experts() if routed else _dense())}
         yield from ((f"blk.{layer}.{name}", shape) for name, shape in blocks.items())
+
+
+def _block(routed: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    norms = {f"nextn.{name}.weight": (HIDDEN,) for name in ("enorm", "hnorm", "shared_head_norm")}
+    parts = {**_attention(), **(_experts() if routed else _dense()), "nextn.eh_proj.weight": (HIDDEN, 2 * HIDDEN)}
+    yield from ((f"blk.{LAYERS}.{name}", shape) for name, shape in {**parts, **norms}.items())
 
 
 def _attention() -> dict[str, tuple[int, ...]]:

@@ -32,6 +32,12 @@ class Metrics:
             "rekindle_draft_tokens", "Tokens drafted for finished answers", ["outcome"], registry=registry
         )
         self.blocks = Counter("rekindle_draft_blocks", "Drafted blocks of finished answers", registry=registry)
+        self.draft_positions = Counter(
+            "rekindle_draft_position_tokens",
+            "Tokens drafted for finished answers, by their place in the block",
+            ["position", "outcome"],
+            registry=registry,
+        )
         self.preparations = Counter(
             "rekindle_preparations", "Prompts expected next, by what became of them", ["outcome"], registry=registry
         )
@@ -65,6 +71,9 @@ class Metrics:
         self.blocks.inc(finished.draft.blocks)
         self.drafted.labels("proposed").inc(finished.draft.proposed)
         self.drafted.labels("accepted").inc(finished.draft.accepted)
+        for place, (proposed, accepted) in enumerate(finished.draft.positions, start=1):
+            self.draft_positions.labels(str(place), "proposed").inc(proposed)
+            self.draft_positions.labels(str(place), "accepted").inc(accepted)
         if finished.stop_token is not None:
             self.generated.inc()
 

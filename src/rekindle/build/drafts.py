@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -12,13 +13,17 @@ from rekindle.build.model import Model
 from rekindle.build.sizes import matrix_bytes
 from rekindle.config import Config
 from rekindle.engine.drafting import Drafts
+from rekindle.errors import BadConfig
 from rekindle.layers import load_head
 from rekindle.layers.embedding import load_embedding
-from rekindle.speculative.context import KV_TYPE, WAITING, DrafterContext, reach_of
+from rekindle.spec.base import F32
+from rekindle.speculative.context import WAITING, DrafterContext, context_bytes
 from rekindle.speculative.dflash import load_dflash
 from rekindle.speculative.files import DrafterFile, open_drafter
 from rekindle.speculative.lookup import PromptLookup
-from rekindle.speculative.spec import DrafterSpec
+from rekindle.speculative.mtp import load_mtp
+from rekindle.speculative.mtp_context import MtpContext
+from rekindle.speculative.mtp_file import MtpFile, is_mtp, open_companion, why_no_mtp
 from rekindle.speculative.width import MOST
 from rekindle.stages import LocalStage, Stage
 from rekindle.weights import TensorInfo, WeightFile
@@ -26,29 +31,53 @@ from rekindle.weights import TensorInfo, WeightFile
 FEATURE_COPIES = 4  # of a chunk: outputs of the taps, their rows, those that waited together, and all taps side by side
 
 
-def drafts_of(config: Config, devices: Sequence[str]) -> Drafts:
-    """devices: of the stages of all replicas, by their names. A shard that was started by hand has room for blocks only
-    if its command says so, and on GPUs drafting was not measured yet."""
+DraftWeights = DrafterFile | MtpFile
+
+
+def drafts_of(config: Config, devices: Sequence[str], drafter: DraftWeights | None) -> Drafts:
+    """devices: of the stages of all replicas, by their names; drafter: what `open_drafter_of` gave."""
+    if off := _why_off(config, devices):
+        return Drafts(off=off)
+    model = None if drafter is None else drafter.kind
+    alone = config.draft in ("dflash", "mtp")
+    return Drafts(model=model, off=None) if alone else Drafts("lookup", PromptLookup, None, model)
+
+
+def _why_off(config: Config, devices: Sequence[str]) -> str | None:
+    """A shard that was started by hand has room for blocks only if its command says so, and on GPUs drafting was not
+    measured yet."""
     if config.draft == "off":
-        return Drafts(off="--draft is off")
+        return "--draft is off"
     if config.draft == "auto" and config.drafter is None and any(name != "cpu" for name in devices):
-        return Drafts(off="by default only CPUs of this process draft: --draft lookup switches it on")
-    model = None if config.drafter is None else "dflash"
-    return Drafts(model=model, off=None) if config.draft == "dflash" else Drafts("lookup", PromptLookup, None, model)
+        return "by default only CPUs of this process draft: --draft lookup switches it on"
+    return None
 
 
 def rewind_rows(config: Config, devices: Sequence[str]) -> int:
     """Of the longest block: the last known token and what is drafted after it."""
-    drafts = drafts_of(config, devices)
-    return 0 if drafts.make is None and drafts.model is None else MOST + 1
+    return 0 if _why_off(config, devices) else MOST + 1
 
 
-def open_drafter_of(config: Config, model: Model) -> DrafterFile | None:
-    """The drafter's file, which fits the model; None where none drafts."""
-    if config.drafter is None:
+def open_drafter_of(config: Config, model: Model, devices: Sequence[str]) -> DraftWeights | None:
+    """The drafter that the settings name, or the block that the model's own file brings; None where none drafts."""
+    if _why_off(config, devices) or config.draft == "lookup":
         return None
-    file = open_drafter(config.drafter)
-    file.spec.check_target(model.spec, config.drafter.name)
+    if config.drafter is not None:
+        return _open_named(config, config.drafter, model)
+    missing = why_no_mtp(model.file)
+    if missing is not None and config.draft == "mtp":
+        raise BadConfig(f"--draft mtp: {missing}; --drafter FILE names a companion file")
+    return None if missing is not None else MtpFile(model.file)
+
+
+def _open_named(config: Config, path: Path, model: Model) -> DraftWeights:
+    kind = "mtp" if is_mtp(path) else "dflash"
+    if config.draft not in ("auto", kind):
+        raise BadConfig(f"--draft is {config.draft}, and --drafter {path} is one for --draft {kind}")
+    if kind == "mtp":
+        return open_companion(path, model.file)
+    file = open_drafter(path)
+    file.spec.check_target(model.spec, path.name)
     return file
 
 
@@ -67,20 +96,14 @@ NO_DRAFTER = DrafterBytes(0, 0)
 
 
 def drafter_bytes(
-    file: DrafterFile, model: Model, devices: Sequence[str], slots: int, context: int, chunk: int, dtype: torch.dtype
+    file: DraftWeights, model: Model, devices: Sequence[str], slots: int, context: int, chunk: int, dtype: torch.dtype
 ) -> DrafterBytes:
     """Weights, the context of every slot, features on their way; and what of the target it cannot share."""
     spec, on_cpu = file.spec, drafter_device(devices) == "cpu"
-    each = _context_bytes(spec, context)
+    each = context_bytes(spec, context) + (F32 * spec.hidden if isinstance(file, MtpFile) else 0)
     features = (FEATURE_COPIES * chunk + slots * WAITING) * spec.features * dtype.itemsize
     tensors = [*file.tensors.values(), *_not_shared(model.file, devices)]
     return DrafterBytes(matrix_bytes(tensors, on_cpu, dtype) + slots * each + features, each)
-
-
-def _context_bytes(spec: DrafterSpec, context: int) -> int:
-    """K and V of one sequence of so many tokens."""
-    kept = sum(reach_of(spec, layer, context) for layer in range(len(spec.layers)))
-    return kept * 2 * spec.kv_heads * spec.head_dim * KV_TYPE.itemsize
 
 
 def _not_shared(target: WeightFile, devices: Sequence[str]) -> list[TensorInfo]:
@@ -91,14 +114,17 @@ def _not_shared(target: WeightFile, devices: Sequence[str]) -> list[TensorInfo]:
 
 
 def load_drafter(
-    file: DrafterFile, target: WeightFile, stages: Sequence[Stage], dtype: torch.dtype, context: int
-) -> DrafterContext:
+    file: DraftWeights, target: WeightFile, stages: Sequence[Stage], dtype: torch.dtype, context: int
+) -> DrafterContext | MtpContext:
     """context: tokens of the longest sequence."""
     first, last = stages[0], stages[-1]
     device = torch_device(last.device if isinstance(last, LocalStage) else "cpu")
     embedding = first.model.embedding if isinstance(first, LocalStage) else load_embedding(target, device, dtype)
     head = last.model.head if isinstance(last, LocalStage) else load_head(target, device, dtype)
     assert embedding is not None and head is not None, "the first stage embeds, the last one has the head"
-    model = load_dflash(file, device, dtype, embedding.rows, head.matrix, target.spec.drawable)
-    slots = min(stage.slots for stage in stages)
+    slots, drawable = min(stage.slots for stage in stages), target.spec.drawable
+    if isinstance(file, MtpFile):
+        block = load_mtp(file, device, dtype, embedding.rows, head.matrix, head.norm, drawable)
+        return MtpContext(block, file.fingerprint(), slots, context)
+    model = load_dflash(file, device, dtype, embedding.rows, head.matrix, drawable)
     return DrafterContext(model, file.fingerprint(), slots, context)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from rekindle.build.built import Built
-from rekindle.build.drafts import drafts_of, load_drafter, open_drafter_of
+from rekindle.build.drafts import DraftWeights, drafts_of, load_drafter, open_drafter_of
 from rekindle.build.failover import Failover, FreeMemory
 from rekindle.build.machine import device_names, make_machine, shard_of
 from rekindle.build.model import Model, open_model
@@ -88,7 +88,7 @@ def _build(
     if counts_file is not None:
         counts[0] = counts_file.counts  # kept for the next start; the other replicas route alike
     sizes, memory = loaded_sizes(model.file, DTYPES[str(config.dtype)]), FreeMemory(plans)
-    pipelines, slabs, drafter_file = list[Pipeline](), list[Slabs](), open_drafter_of(config, model)
+    pipelines, slabs, drafter_file = list[Pipeline](), list[Slabs](), open_drafter_of(config, model, names)
     for plan, its_configs, its_counts in zip(plans, configs, counts, strict=True):
         with ExitStack() as half:
             stages = _load_stages(model, plan, its_configs, hosts, its_counts, on_progress, on_kernels, half)
@@ -103,7 +103,7 @@ def _build(
         slabs += [stage.slabs for stage in stages if isinstance(stage, LocalStage) and stage.slabs is not None]
     prefixes = make_prefix_cache(config, model, plans[0], sum(plan.snapshot_ram for plan in plans), slabs)
     undo.callback(PrefixCache.close, prefixes)  # at once: no replica will
-    settings = _engine_settings(config, model, plans)
+    settings = _engine_settings(config, model, plans, drafter_file)
     model.file.files.check()  # the fingerprint is of the bytes that were loaded
     engines = [Engine(pipeline, prefixes, settings) for pipeline in pipelines]
     for engine in engines:
@@ -156,7 +156,9 @@ def _load_stages(
     return stages
 
 
-def _engine_settings(config: Config, model: Model, plans: Sequence[Plan]) -> EngineSettings:
+def _engine_settings(
+    config: Config, model: Model, plans: Sequence[Plan], drafter: DraftWeights | None
+) -> EngineSettings:
     plan, devices = plans[0], [stage.device.name for plan in plans for stage in plan.stages]
     return EngineSettings(
         context=plan.wishes.context,
@@ -165,7 +167,7 @@ def _engine_settings(config: Config, model: Model, plans: Sequence[Plan]) -> Eng
         max_gap=config.max_gap / 1000 if _takes_turns(plan) else None,
         audit=config.audit,
         drawable=model.spec.drawable,
-        drafts=drafts_of(config, devices),
+        drafts=drafts_of(config, devices, drafter),
         measure_drafts=True,
     )
 

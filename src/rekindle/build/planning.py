@@ -113,7 +113,7 @@ def plan_numbers(
 
 def drafter_wishes(config: Config, model: Model, names: list[str], dtype: torch.dtype) -> DrafterBytes:
     """Of the drafter that the settings name."""
-    file = open_drafter_of(config, model)
+    file = open_drafter_of(config, model, names)
     if file is None:
         return NO_DRAFTER
     context = config.context or model.spec.context

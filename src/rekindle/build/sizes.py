@@ -24,9 +24,10 @@ def loaded_sizes(file: WeightFile, dtype: torch.dtype) -> Sizes:
 
 
 def matrix_bytes(tensors: Iterable[TensorInfo], on_cpu: bool, dtype: torch.dtype) -> int:
-    """Of these tensors once they are loaded; vectors stay as they are."""
+    """Of these tensors once they are loaded; what is neither a matrix nor a stack of experts stays as it is."""
     size = (_on_cpu if cpu_expands() else _in_lanes) if on_cpu else _on_gpu
-    return sum(info.nbytes if len(info.shape) != 2 else size(info, dtype) for info in tensors)
+    multiplied = [(info, len(info.shape) == 2 or info.name.endswith("_exps.weight")) for info in tensors]
+    return sum(size(info, dtype) if is_matrix else info.nbytes for info, is_matrix in multiplied)
 
 
 def cpu_expands() -> bool:

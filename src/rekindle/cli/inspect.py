@@ -19,7 +19,7 @@ def inspect(model: options.ModelPath = None) -> None:
     out = Console(highlight=False, markup=False)
     layers = ", ".join(f"{count} {kind}" for kind, count in found.layers.items())
     experts = f"; {found.experts} experts per layer, {found.experts_used} used" if found.experts else ""
-    nextn = f"; {found.nextn} next-token-prediction blocks, not loaded" if found.nextn else ""
+    nextn = f"; {found.nextn} next-token-prediction (MTP) block{'s' if found.nextn > 1 else ''}" if found.nextn else ""
     out.print(found.name, style="bold")
     out.print(f"{found.architecture}, {found.parameters / 1e6:,.1f} M parameters, {show_bytes(found.nbytes)}")
     out.print(f"layers: {layers}{experts}{nextn}")

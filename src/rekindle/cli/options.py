@@ -74,12 +74,17 @@ Draft = Annotated[
     typer.Option(
         help="What proposes tokens for the model to verify, several in one step; the answer has the same tokens. "
         "lookup: what followed the last tokens when they stood in the prompt or the answer before; dflash: the model "
-        "of --drafter; off: nothing; auto: both with --drafter, else lookup where all stages are CPUs of this process."
+        "of --drafter; mtp: the next-token-prediction block of the model's own file, or of --drafter; off: nothing; "
+        "auto: lookup and --drafter, or lookup and the model's own block where all stages are CPUs of this process."
     ),
 ]
 DRAFT = Config().draft
 Drafter = Annotated[
-    Path | None, typer.Option(help="A DFlash drafter for this model: a GGUF file, or a folder with safetensors.")
+    Path | None,
+    typer.Option(
+        help="A drafter for this model: DFlash, a GGUF file or a folder with safetensors; or a GGUF file that holds "
+        "the model's next-token-prediction block alone."
+    ),
 ]
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Protocol
 
 from rekindle.batch import Ask
@@ -59,7 +60,8 @@ class Draft:
         self._proposed_by = self._width  # the last block
         self._expects = False  # a step was held back for tokens that the drafter expects
         self._cold_from: int | None = None
-        self._blocks = self._proposed = self._accepted = 0
+        self._blocks = 0
+        self._proposed, self._accepted = list[int](), list[int]()  # tokens by their place in a block
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Take in what is new of the sequence's tokens, a part of a long prompt at a time."""
@@ -106,8 +108,8 @@ class Draft:
     def note(self, length: int, proposed: int, accepted: int) -> None:
         """A block came back; the sequence has `length` tokens now."""
         self._blocks += 1
-        self._proposed += proposed
-        self._accepted += accepted
+        _count_places(self._proposed, proposed)
+        _count_places(self._accepted, accepted)
         self._proposed_by.note(length, proposed, accepted)
 
     def note_unused(self, length: int) -> None:
@@ -117,7 +119,16 @@ class Draft:
 
     def report(self) -> DraftReport:
         off = self._off if self._model is None else self._fault()
-        return DraftReport(self._name, off, self._blocks, self._proposed, self._accepted, self._cold_from)
+        positions = tuple(zip_longest(self._proposed, self._accepted, fillvalue=0))
+        proposed, accepted = sum(self._proposed), sum(self._accepted)
+        return DraftReport(self._name, off, self._blocks, proposed, accepted, self._cold_from, positions)
+
+
+def _count_places(counts: list[int], tokens: int) -> None:
+    """One more block with so many tokens."""
+    counts += [0] * (tokens - len(counts))
+    for place in range(tokens):
+        counts[place] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,5 +218,5 @@ class Proposer:
         began = time.monotonic()
         found = self._ask(asks)
         if self._costs is not None:
-            self._costs.note_pass(len(asks), time.monotonic() - began)
+            self._costs.note_pass([len(drafted) for drafted in found], time.monotonic() - began)
         return found

@@ -41,7 +41,7 @@ from rekindle.engine.restore import Restorer
 from rekindle.engine.results import Collector
 from rekindle.engine.roster import Roster
 from rekindle.engine.sampler import warm_up_draws
-from rekindle.engine.scheduler import Scheduler
+from rekindle.engine.scheduler import BLOCK_ROWS, Scheduler
 from rekindle.engine.sequence import Sequence
 from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.twins import Twins
@@ -82,11 +82,15 @@ class Engine:
         pipeline, prefixes, settings = self.pipeline, self.prefixes, self.settings
         grid, async_steps = settings.grid, settings.async_steps or pipeline.async_steps
         pace = None if settings.max_gap is None else Pace(settings.max_gap, grid)
-        drafter, costs = pipeline.drafter, Costs() if settings.measure_drafts and pipeline.on_cpu else None
+        drafter = pipeline.drafter
+        chained = drafter is not None and drafter.chained
+        costs = Costs(chained, measured=pipeline.on_cpu) if settings.measure_drafts else None
         self._measures = Measures(costs, fault=lambda: pipeline.drafter_fault)
         proposer = Proposer(pipeline.propose if drafter is not None else None, costs)
         reach = drafter.reach if drafter is not None else 0
-        scheduler = Scheduler(grid, pipeline.depth, async_steps, pace, pipeline.on_cpu, proposer, reach)
+        scheduler = Scheduler(
+            grid, pipeline.depth, async_steps, pace, None if pipeline.on_cpu else BLOCK_ROWS, proposer, reach
+        )
         on_cpu = all(stage.device == "cpu" for stage in pipeline.stages)
 
         self._totals = Totals()

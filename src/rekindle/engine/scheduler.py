@@ -20,7 +20,9 @@ from rekindle.batch import PENDING, Batch, Segment, Wanted
 from rekindle.engine.drafting import Proposer
 from rekindle.engine.pace import Pace
 from rekindle.engine.sequence import Sequence
+from rekindle.speculative.width import MOST
 
+BLOCK_ROWS = 64  # of all blocks of a batch on a GPU: up to so many, reading weights takes most of a step
 Fits = Callable[[Sequence, int], bool]  # reserves pages up to that position for the sequence, or says there are none
 Segments = list[tuple[Segment, Sequence]]  # with their owners
 
@@ -39,7 +41,7 @@ class Scheduler:
         depth: int,
         async_steps: int,
         pace: Pace | None = None,
-        blocks_share: bool = True,
+        block_rows: int | None = None,
         proposer: Proposer | None = None,
         reach: int = 0,
     ) -> None:
@@ -47,7 +49,7 @@ class Scheduler:
         self.depth = depth  # batches that keep every stage busy
         self.async_steps = async_steps  # steps launched before the token of the last one is known
         self.pace = pace  # None: chunks and decode rows share batches
-        self.blocks_share = blocks_share  # a batch with others; on a GPU only a block alone is a recorded step
+        self.block_rows = block_rows  # of all blocks of a batch together, where they are bounded
         self._proposer = proposer or Proposer()
         self._reach = reach  # positions of which a drafter reads features; 0: there is none
         self._chunk_was_last = False
@@ -119,14 +121,19 @@ class Scheduler:
         return [s for s in decoding if s.in_flight <= (ahead if s.allows_async_step else 0)][:share]
 
     def _may_draft(self, decoding: list[Sequence]) -> bool:
-        return self.blocks_share or len(decoding) == 1
+        return self._longest_draft(len(decoding)) > 0
+
+    def _longest_draft(self, sequences: int) -> int:
+        """Tokens that each of so many sequences may draft."""
+        return MOST if self.block_rows is None or sequences < 2 else min(MOST, self.block_rows // sequences - 1)
 
     def _rows_that_fit(self, sequences: list[Sequence], fits: Fits, drafts: bool) -> Segments:
         """The next rows of the sequences: one each, or a block where tokens are drafted and pages are free."""
         self._proposer.note_sequences(len(sequences))
         proposals = self._proposer.propose(sequences) if drafts else [()] * len(sequences)
+        longest = self._longest_draft(len(sequences))
         pairs = zip(sequences, proposals, strict=True)
-        found = [(self._next_rows(sequence, drafted, fits), sequence) for sequence, drafted in pairs]
+        found = [(self._next_rows(sequence, drafted[:longest], fits), sequence) for sequence, drafted in pairs]
         return [(segment, sequence) for segment, sequence in found if segment is not None]
 
     def _next_rows(self, sequence: Sequence, drafted: tuple[int, ...], fits: Fits) -> Segment | None:

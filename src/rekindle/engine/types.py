@@ -114,6 +114,9 @@ class DraftReport:
     proposed: int = 0  # tokens
     accepted: int = 0  # of them, up to the end of the answer
     cold_from: int | None = None  # the drafter's context begins here: the snapshot brought none, or less than it reads
+    positions: tuple[
+        tuple[int, int], ...
+    ] = ()  # proposed and accepted tokens by their place in the block, the first first
 
     @property
     def mean_accepted(self) -> float:

@@ -13,7 +13,8 @@ from rekindle.spec import DeltaSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewindLog:
-    """The last block of every slot in one DeltaNet layer: state and window before it, and its rows. All float32."""
+    """The last block of every slot in one DeltaNet layer: state and window before it, and its rows; float32,
+    but for the inputs of the convolution, which stay in the type that they were computed in."""
 
     states: Tensor  # [slots, value_heads, Dk, Dv] before the block
     windows: Tensor  # [slots, conv_width - 1, channels] before the block
@@ -23,14 +24,18 @@ class RewindLog:
     g: Tensor  # [slots, rows, value_heads]
 
     @classmethod
-    def zeros(cls, spec: DeltaSpec, slots: int, rows: int, device: torch.device) -> RewindLog:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(slots, *shape, device=device)
+    def zeros(
+        cls, spec: DeltaSpec, slots: int, rows: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> RewindLog:
+        """dtype: of activations; the CPU's kernels compute in float32."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(slots, *shape, device=device, dtype=dtype)
 
         return cls(
             zeros(spec.value_heads, spec.key_dim, spec.value_dim),
             zeros(spec.conv_width - 1, spec.conv_channels),
-            zeros(rows, spec.conv_channels),
+            zeros(rows, spec.conv_channels, dtype=dtype),
             zeros(rows, spec.key_heads, spec.key_dim),
             zeros(rows, spec.value_heads, spec.value_dim),
             zeros(rows, spec.value_heads),

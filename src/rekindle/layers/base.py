@@ -49,8 +49,8 @@ class LayerState(ABC):
         """What is zeroed when the slot is closed."""
         return []
 
-    def make_room(self, rows: int) -> None:
-        """For batches of up to `rows` rows in every slot."""
+    def make_room(self, rows: int, dtype: torch.dtype) -> None:
+        """For batches of up to `rows` rows in every slot; dtype: of activations, as kernels write them down."""
         raise NotImplementedError(f"{type(self).__name__} logs no rows")
 
     def rewind(self, where: Tensor) -> None:

@@ -30,9 +30,9 @@ class DeltaState(SlotState):
         self.log: RewindLog | None = None  # the last block of every slot, once there is room for one
         super().__init__({"state": self.states, "window": self.windows})
 
-    def make_room(self, rows: int) -> None:
+    def make_room(self, rows: int, dtype: torch.dtype) -> None:
         if self.log is None:
-            self.log = RewindLog.zeros(self.spec, self.states.shape[0], rows, self.states.device)
+            self.log = RewindLog.zeros(self.spec, self.states.shape[0], rows, self.states.device, dtype)
         else:
             self.log = self.log.grown(rows)
 

@@ -20,7 +20,16 @@ INTERVAL = 4  # layers from one full attention to the next, where a file does no
 RECURRENT = {"linear_attention": True, "full_attention": False}
 
 # checkpoints store these norms less one; canonical is the factor itself
-OFFSET_NORMS = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")
+OFFSET_NORMS = (
+    "attn_norm",
+    "post_attention_norm",
+    "attn_q_norm",
+    "attn_k_norm",
+    "output_norm",
+    "nextn.enorm",
+    "nextn.hnorm",
+    "nextn.shared_head_norm",
+)
 
 
 def _read(keys: Keys, seen: Seen) -> ModelSpec:

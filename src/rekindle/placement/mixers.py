@@ -34,9 +34,9 @@ class SpanMixers:
             total.update({name: layers * size for name, size in mixer.slot_bytes().items()})
         return dict(total)
 
-    def rewind_bytes(self, rows: int) -> int:
+    def rewind_bytes(self, rows: int, value_bytes: int) -> int:
         """What one slot logs of a block of `rows` rows."""
-        return sum(layers * mixer.rewind_bytes(rows) for mixer, layers in self.counts)
+        return sum(layers * mixer.rewind_bytes(rows, value_bytes) for mixer, layers in self.counts)
 
     def work_bytes(self, rows: int, decode_rows: int) -> Bytes:
         """The most that one layer needs, by name; layers take turns. Sorted, so that every split has the same order."""

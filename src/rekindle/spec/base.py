@@ -74,8 +74,9 @@ class MixerSpec(ABC):
         """State of a fixed size, of one layer and slot."""
         return {}
 
-    def rewind_bytes(self, rows: int) -> int:
-        """What one layer and slot logs of a block of `rows` rows under verify, so that it can be rewound into it."""
+    def rewind_bytes(self, rows: int, value_bytes: int = F32) -> int:
+        """What one layer and slot logs of a block of `rows` rows under verify, so that it can be rewound into it;
+        value_bytes: of an activation."""
         return 0
 
     def work_bytes(self, rows: int, decode_rows: int) -> Bytes:

@@ -64,10 +64,10 @@ class DeltaSpec(MixerSpec):
     def slot_bytes(self) -> Bytes:
         return {"recurrent state": self.state_values * F32, "conv windows": self.window_values * F32}
 
-    def rewind_bytes(self, rows: int) -> int:
-        """Of every row the convolution's input, k, δ and g."""
-        values = self.conv_channels + self.value_heads * (self.key_dim + self.value_dim + 1)
-        return rows * values * F32
+    def rewind_bytes(self, rows: int, value_bytes: int = F32) -> int:
+        """Of every row the convolution's input, as it was computed, k of the key heads, δ and g."""
+        values = self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
+        return rows * (values * F32 + self.conv_channels * value_bytes)
 
     def work_bytes(self, rows: int, decode_rows: int) -> Bytes:
         # solved keys and values, queries, writes, and the matrices between the rows of a sub-chunk

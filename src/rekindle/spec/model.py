@@ -26,7 +26,7 @@ class ModelSpec:
     eps: float
     context: int  # positions the model was trained for
     tied: bool  # the output matrix is the embedding
-    nextn: int = 0  # next-token-prediction blocks after the layers; nothing loads them yet
+    nextn: int = 0  # next-token-prediction blocks after the layers; a drafter (speculative/mtp.py)
     # Ids that the tokenizer has a token for, where those are fewer than rows; 0: every row. No part of the identity: it
     # changes which tokens are drawn, not what any of them does to the state.
     tokens: int = field(default=0, repr=False)

@@ -11,19 +11,20 @@ drafter's is left alone, and this one begins to read at the snapshot's position.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rekindle.batch import Ask, Batch
+from rekindle.batch import Ask, Batch, Segment
 from rekindle.errors import SnapshotMismatch
 from rekindle.snapshots.types import DRAFTER_LAYER, Part
 from rekindle.speculative.dflash import Block, Dflash, Keys
-from rekindle.speculative.spec import DrafterSpec
 
 IDENTITY = "identity"  # tensor of the part: whose context it is, uint8
 FULL = 4096  # positions that a layer without a window keeps
@@ -31,10 +32,45 @@ WAITING = 64  # rows of features that wait at most before they become K and V
 KV_TYPE = torch.bfloat16
 
 
-def reach_of(spec: DrafterSpec, layer: int, context: int) -> int:
+Shaped = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by the name of a tensor
+
+
+class Pending(Protocol):
+    """Tokens of a batch that are on the device only: row rows[i] has tokens[sources[i]]."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def rows(self) -> tuple[int, ...]: ...
+    @property
+    def sources(self) -> tuple[int, ...]: ...
+
+
+class ContextSpec(Protocol):
+    """What the context of a drafter hangs on."""
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def block(self) -> int: ...
+
+
+def reach_of(spec: ContextSpec, layer: int, context: int) -> int:
     """Positions that a layer keeps; context: of the longest sequence."""
-    window = spec.layers[layer].window
+    window = spec.windows[layer]
     return min(context, FULL if window is None else window - 1)
+
+
+def context_bytes(spec: ContextSpec, context: int) -> int:
+    """K and V of one sequence of so many tokens."""
+    kept = sum(reach_of(spec, layer, context) for layer in range(len(spec.windows)))
+    return kept * 2 * spec.kv_heads * spec.head_dim * KV_TYPE.itemsize
 
 
 @dataclass(slots=True)
@@ -64,26 +100,23 @@ class Known:
         self.waiting = kept
 
 
-class DrafterContext:
-    """Of all slots; the drafter as the pipeline knows it."""
+class RingContext(ABC):
+    """Of all slots; the drafter as the pipeline knows it. What a position's rows are, and how blocks are drafted, is
+    the drafter's own."""
+
+    chained = False  # a drafted token costs a pass of its own
 
     def __init__(
-        self,
-        model: Dflash,
-        identity: str,
-        slots: int,
-        context: int,
-        kv_type: torch.dtype = KV_TYPE,
+        self, spec: ContextSpec, device: torch.device, identity: str, slots: int, context: int, kv_type: torch.dtype
     ) -> None:
         """identity: the fingerprint of the drafter's file. context: positions of the longest sequence."""
-        spec = model.spec
-        self.model = model
         self.taps = tuple(sorted(set(spec.taps)))
-        self._order = [self.taps.index(tap) for tap in spec.taps]
+        self._longest = spec.block - 1
+        self._device = device
         self._identity = torch.from_numpy(np.frombuffer(f"{identity} {kv_type}".encode(), dtype=np.uint8).copy())
-        self._caps = [reach_of(spec, layer, context) for layer in range(len(spec.layers))]
+        self._caps = [reach_of(spec, layer, context) for layer in range(len(spec.windows))]
         shapes = [(slots, 2, cap, spec.kv_heads, spec.head_dim) for cap in self._caps]
-        self._rings = [torch.zeros(shape, dtype=kv_type, device=model.device) for shape in shapes]
+        self._rings = [torch.zeros(shape, dtype=kv_type, device=device) for shape in shapes]
         self._known = [Known() for _ in range(slots)]
         # A slot's capture stands in line, and the engine may ask for its next block meanwhile: both settle features.
         self._settling = threading.Lock()
@@ -97,19 +130,39 @@ class DrafterContext:
         known = self._known[slot]
         return range(known.start, known.stop)
 
+    # The drafter's own
+
+    @abstractmethod
+    def _read_rows(
+        self, batch: Batch, features: Sequence[Tensor], pending: Pending | None
+    ) -> Iterator[tuple[Segment, int, tuple[Tensor, ...]]]:
+        """What is kept of the batch's positions: of each segment with features the first position, and its rows."""
+
+    @abstractmethod
+    def _keys_of(self, rows: Sequence[Tensor], positions: Tensor) -> list[Keys]:
+        """K and V of every layer."""
+
+    @abstractmethod
+    def _draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+        """Blocks of slots whose context is settled."""
+
+    def _beside(self, slot: int) -> dict[str, Tensor]:
+        """What a part holds beside K and V …"""
+        return {}
+
+    def _shapes_beside(self) -> Shaped:
+        """… and how it looks."""
+        return {}
+
     # Reading
 
-    def read(self, batch: Batch, features: Sequence[Tensor]) -> None:
-        first = 0
+    def read(self, batch: Batch, features: Sequence[Tensor], pending: Pending | None = None) -> None:
         for segment in batch.segments:
-            known = self._known[segment.slot]
-            known.position = segment.end
-            if segment.features:
-                rows = tuple(tap[first : first + segment.features] for tap in features)
-                self._take(segment.slot, segment.end - segment.features, rows)
-                first += segment.features
-                if not batch.rewindable and segment.features >= WAITING:
-                    self._settle([segment.slot])
+            self._known[segment.slot].position = segment.end
+        for segment, position, rows in self._read_rows(batch, features, pending):
+            self._take(segment.slot, position, rows)
+            if not batch.rewindable and segment.features >= WAITING:
+                self._settle([segment.slot])
 
     def _take(self, slot: int, position: int, rows: tuple[Tensor, ...]) -> None:
         """Features of consecutive positions; with a gap before them the context begins anew."""
@@ -130,9 +183,9 @@ class DrafterContext:
         rows = [rows for slot in slots for rows in self._known[slot].waiting]
         taps = [torch.cat(tap) for tap in zip(*rows, strict=True)]
         spans = [(self._known[slot].settled, self._known[slot].stop) for slot in slots]
-        positions = torch.cat([torch.arange(start, stop, device=self.model.device) for start, stop in spans])
+        positions = torch.cat([torch.arange(start, stop, device=self._device) for start, stop in spans])
         with self._on_device():
-            keys = self.model.context([taps[i] for i in self._order], positions)
+            keys = self._keys_of(taps, positions)
         first = 0
         for slot, (start, stop) in zip(slots, spans, strict=True):
             mine = [(k[first : first + stop - start], v[first : first + stop - start]) for k, v in keys]
@@ -164,10 +217,8 @@ class DrafterContext:
             for ask in asks:
                 self._begin_block(ask)
             self._settle([ask.slot for ask in asks])
-        blocks = [Block(ask.position, ask.token, self._contexts(ask.slot)) for ask in asks]
-        most = [min(ask.most, self.model.spec.block - 1) for ask in asks]
         with self._on_device():
-            return self.model.propose(blocks, most)
+            return self._draft(asks)
 
     def _begin_block(self, ask: Ask) -> None:
         known = self._known[ask.slot]
@@ -178,7 +229,7 @@ class DrafterContext:
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels are launched on the current device, and every thread begins on the first one."""
-        device = self.model.device
+        device = self._device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _contexts(self, slot: int) -> list[Keys]:
@@ -208,7 +259,7 @@ class DrafterContext:
                 return ()
             self._settle([slot])
         rows = {f"kv{layer}": self._rows(slot, layer).cpu() for layer in range(len(self._rings))}
-        return (Part(DRAFTER_LAYER, {IDENTITY: self._identity, **rows}),)
+        return (Part(DRAFTER_LAYER, {IDENTITY: self._identity, **rows, **self._beside(slot)}),)
 
     def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
         self.prepare_restore(slot, position, parts)
@@ -230,9 +281,11 @@ class DrafterContext:
         """Every layer brings as many positions as its ring holds of those that the widest brings."""
         rows = {name: tensor for name, tensor in part.tensors.items() if name != IDENTITY}
         brought = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in rows.items()}
-        widest = max((shape[1] for shape, _ in brought.values() if len(shape) > 1), default=0)
+        widest = max(
+            (shape[1] for name, (shape, _) in brought.items() if name[:2] == "kv" and len(shape) > 1), default=0
+        )
         count = min(widest, position, self.reach)
-        wanted = {
+        wanted = self._shapes_beside() | {
             f"kv{layer}": ((2, min(cap, count), *ring.shape[3:]), ring.dtype)
             for layer, (cap, ring) in enumerate(zip(self._caps, self._rings, strict=True))
         }
@@ -250,3 +303,28 @@ class DrafterContext:
         keys = [(rows[0], rows[1]) for rows in (part.tensors[f"kv{layer}"] for layer in range(len(self._rings)))]
         self._known[slot] = Known(position, position - max(len(k) for k, _ in keys), position)
         self._store(slot, position, keys)
+
+
+class DrafterContext(RingContext):
+    """Of a DFlash drafter."""
+
+    def __init__(self, model: Dflash, identity: str, slots: int, context: int, kv_type: torch.dtype = KV_TYPE) -> None:
+        super().__init__(model.spec, model.device, identity, slots, context, kv_type)
+        self.model = model
+        self._order = [self.taps.index(tap) for tap in model.spec.taps]
+
+    def _read_rows(
+        self, batch: Batch, features: Sequence[Tensor], pending: Pending | None
+    ) -> Iterator[tuple[Segment, int, tuple[Tensor, ...]]]:
+        first = 0
+        for segment in (segment for segment in batch.segments if segment.features):
+            rows = tuple(tap[first : first + segment.features] for tap in features)
+            yield segment, segment.end - segment.features, rows
+            first += segment.features
+
+    def _keys_of(self, rows: Sequence[Tensor], positions: Tensor) -> list[Keys]:
+        return self.model.context([rows[i] for i in self._order], positions)
+
+    def _draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+        blocks = [Block(ask.position, ask.token, self._contexts(ask.slot)) for ask in asks]
+        return self.model.propose(blocks, [min(ask.most, self._longest) for ask in asks])

@@ -74,6 +74,8 @@ _LAYER = re.compile(r"^(?:layers|blk)\.(\d+)\.(.+)$")
 class DrafterFile:
     """A drafter on disk, checked against its own spec; reading a tensor touches the bytes of no other."""
 
+    kind = "dflash"
+
     def __init__(self, path: Path, spec: DrafterSpec, stored: Mapping[str, Stored]) -> None:
         self.path = path
         self.spec = spec

@@ -62,6 +62,10 @@ class DrafterSpec:
     softcap: float = 0.0  # logits become softcap · tanh(logits / softcap); 0: they stay
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(layer.window for layer in self.layers)
+
+    @property
     def features(self) -> int:
         """Values of one position's features."""
         return len(self.taps) * self.hidden

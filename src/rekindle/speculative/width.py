@@ -2,9 +2,9 @@
 
 A block costs a row for every drafted token and, of a drafter with weights, a pass of it: `extra`, counted in tokens
 that plain steps would give in that time (cost.py measures it). It pays where more is accepted than it costs. After a
-block that did not pay the sequence rests: for 1 token, then for 2, 4, … MOST_REST, until a block pays again. Blocks
-shrink to one token meanwhile. All sequences of an engine draft out of one purse, so that what never works costs at most
-a share of all steps, however many sequences find that out.
+block that did not pay the sequence rests: for 1 token, then for 2, 4, … MOST_REST, until a block pays again. A block of
+which some is refused halves the next one, down to one token more than was accepted. All sequences of an engine draft
+out of one purse, so that what never works costs at most a share of all steps, however many sequences find that out.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Width:
         if accepted == proposed:
             self._width = min(max(self._width, 2 * proposed), MOST)
         else:
-            self._width = max(1, self._width // 2)
+            self._width = max(1, self._width // 2, min(accepted + 1, MOST))
         if accepted > cost:
             self._rest = 1
         else:

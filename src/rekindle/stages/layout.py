@@ -23,6 +23,7 @@ from rekindle.stages.types import PendingTokens
 
 ZERO = torch.tensor(0)
 LONGEST_BLOCK = PAGE  # rows of a block that is verified as a recorded step
+LONGEST_OF_SEVERAL = 16  # rows of each of several blocks that are verified in one recorded step
 CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, RECORDED_ROWS)  # rows of recorded chunks
 LONGEST_CHUNK = CHUNKS[-1]  # with more rows the device has enough to do while the host launches
 NARROW = 128  # pages of all rows' tables together, up to which attention has a program for each
@@ -70,13 +71,24 @@ class GraphShape:
         if self.rows == len(self.lengths) and not self.rewindable:
             return replace(self, lengths=(1,) * rows, rows=rows, width=width)
         if len(self.lengths) > 1:
-            return None
+            return self._padded_blocks(widest) if self.rewindable else None
         if self.rewindable:
             return replace(self, lengths=(rows, 0), rows=rows, width=width) if rows <= LONGEST_BLOCK else None
         plain = not (self.notes or self.far or self.coming)
         if not plain or self.width > widest or self.rows > LONGEST_CHUNK:
             return None
         return chunk_shape(self.rows, widest, self.groups)
+
+    def _padded_blocks(self, widest: int) -> GraphShape | None:
+        """Blocks of several sequences, each of up to as many rows as the longest, rounded up. Whatever is left behind
+        them is a segment of padding with fewer rows than that: the log has no room for more."""
+        longest = round_up(max(self.lengths))
+        if longest > LONGEST_OF_SEVERAL:
+            return None
+        segments = round_up(len(self.lengths))
+        rows = -(-(self.rows + segments - len(self.lengths)) // longest) * longest
+        width = round_width(self.width, widest, rows)
+        return replace(self, lengths=(*(longest,) * segments, 0), rows=rows, width=width)
 
     @property
     def is_chunk(self) -> bool:
@@ -138,10 +150,9 @@ class Layout:
     def _write(self, fields: Fields[np.ndarray], batch: Batch | None, pages: Sequence[SegmentPages]) -> None:
         segments = batch.segments if batch is not None else ()
         rows, count, total = self.shape.rows, len(segments), len(self.shape.lengths)
-        more = total - count  # segments of padding: a row each, the last one what is left
-        lengths = np.array([*map(len, segments), *[1] * more])
-        if more:
-            lengths[-1] = rows - lengths[:-1].sum()
+        more = total - count  # segments of padding
+        real = [len(segment) for segment in segments]
+        lengths = np.array([*real, *_padding(self.shape.lengths[count:], rows - sum(real))])
         starts = fields.starts
         starts[0] = 0
         np.cumsum(lengths, out=starts[1:])
@@ -174,6 +185,17 @@ class Layout:
             device = pending.tokens.device
             drawn = pending.tokens[torch.tensor(pending.sources, device=device)]
             self.tokens[torch.tensor(pending.rows, device=device)] = drawn.clamp(min=0).int()
+
+
+def _padding(bounds: Sequence[int], rows: int) -> list[int]:
+    """So many rows over segments of padding: at least one each, at most its bound; where that is 0, what is left."""
+    lengths = [min(1, bound) for bound in bounds]
+    left = rows - sum(lengths)
+    for number, bound in enumerate(bounds):
+        taken = left if bound == 0 else min(left, bound - lengths[number])
+        lengths[number] += taken
+        left -= taken
+    return lengths
 
 
 def round_up(count: int) -> int:

@@ -176,11 +176,12 @@ class LocalStage:
         come."""
         shape = GraphShape.of(batch, pages)
         taps = tuple(layer for layer in batch.taps if layer in self.span)
-        if self._cpu_steps is not None and not taps:
-            served = self._cpu_steps.serving(shape, batch)
+        if self._cpu_steps is not None:
+            served = self._cpu_steps.serving(shape, batch, taps)
             if served is not None:
                 self._count("recorded", batch.rows)
-                return self._cpu_steps.run(served, batch, pages, hidden, pending), (), False
+                x, *tapped = self._cpu_steps.run(served, batch, pages, hidden, pending, taps)
+                return x, tapped, False
         recorded = None if self._recording is None else self._recording.serving(shape)
         if self._recording is not None and recorded is not None:
             self.model.poll_experts(batch.rows)
@@ -208,7 +209,8 @@ class LocalStage:
         return pages
 
     def _make_room(self, rows: int) -> None:
-        if not self._state.make_room(rows):
+        in_float32 = self.model.device.type == "cpu"  # whatever the type of activations
+        if not self._state.make_room(rows, torch.float32 if in_float32 else self.model.dtype):
             return
         if self._recording is not None:
             self._recording.steps.forget_blocks()

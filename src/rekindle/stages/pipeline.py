@@ -112,7 +112,7 @@ class Pipeline:
         if (drafter := self.drafter) is not None and batch.feature_rows:
             batch = replace(batch, taps=drafter.taps)
         if not self._lines:
-            return _done(lambda: self._read(batch, self.stages[0].forward(batch, None, pending)))
+            return _done(lambda: self._read(batch, self.stages[0].forward(batch, None, pending), pending))
         assert pending is None, "only a pipeline of one stage runs ahead"
         # It stands in every line at once, so that the order in all lines is the order of the calls.
         before: Future[StageOutput] | None = None
@@ -124,9 +124,9 @@ class Pipeline:
             after if self._drafter_line is None else self._drafter_line.post(lambda: self._read(batch, after.result()))
         )
 
-    def _read(self, batch: Batch, output: StageOutput) -> StageOutput:
+    def _read(self, batch: Batch, output: StageOutput, pending: PendingTokens | None = None) -> StageOutput:
         if (drafter := self.drafter) is not None:
-            self._drafted(lambda: drafter.read(batch, output.features), None)
+            self._drafted(lambda: drafter.read(batch, output.features, pending), None)
         return replace(output, features=()) if output.features else output
 
     def propose(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:

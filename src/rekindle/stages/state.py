@@ -80,14 +80,15 @@ class SpanState:
         """Whether some layer has to replay rows when a slot goes back."""
         return any(state.logs_rows for state in self.layers.values())
 
-    def make_room(self, rows: int) -> bool:
-        """For blocks of `rows` rows in every slot; the plan counts these bytes. True if logs lie in new memory."""
+    def make_room(self, rows: int, dtype: torch.dtype) -> bool:
+        """For blocks of `rows` rows in every slot; dtype: of what they are computed in. The plan counts these bytes.
+        True if logs lie in new memory."""
         if rows <= self._block_rows:
             return False
         self._block_rows = round_up(rows)
         for state in self.layers.values():
             if state.logs_rows:
-                state.make_room(self._block_rows)
+                state.make_room(self._block_rows, dtype)
         return True
 
     def rewind(self, where: torch.Tensor) -> None:

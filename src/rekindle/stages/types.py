@@ -122,8 +122,14 @@ class FeatureReader(StateHolder, TwoPhaseRestore, Protocol):
         """Positions before a block of which it reads features at most."""
         ...
 
-    def read(self, batch: Batch, features: Sequence[torch.Tensor]) -> None:
-        """The stages have run the batch; features: [batch.feature_rows, hidden] of every tap."""
+    @property
+    def chained(self) -> bool:
+        """Whether a drafted token costs a pass of its own; else a block does."""
+        ...
+
+    def read(self, batch: Batch, features: Sequence[torch.Tensor], pending: PendingTokens | None) -> None:
+        """The stages have run the batch; features: [batch.feature_rows, hidden] of every tap; pending: tokens of the
+        batch that only the device knows."""
         ...
 
     def propose(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:

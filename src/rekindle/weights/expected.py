@@ -13,6 +13,10 @@ EMBEDDING = "token_embd.weight"
 OUTPUT_NORM = "output_norm.weight"
 OUTPUT = "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"
+NEXTN_JOIN = "nextn.eh_proj.weight"
+NEXTN_NORM = "nextn.shared_head_norm.weight"
+NEXTN_HEAD = "nextn.shared_head_head.weight"
+NEXTN_EMBEDDING = "nextn.embed_tokens.weight"
 
 
 def expected_tensors(spec: ModelSpec, layer: int) -> Shapes:
@@ -20,6 +24,23 @@ def expected_tensors(spec: ModelSpec, layer: int) -> Shapes:
     shapes: Shapes = {"attn_norm.weight": (spec.hidden,), family_of(spec.architecture).ffn_norm: (spec.hidden,)}
     shapes |= spec.mixers[layer].tensors(spec.hidden) | spec.ffn.tensors(spec.hidden)
     return {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+
+
+def expected_nextn(spec: ModelSpec) -> Shapes:
+    """Full names and shapes of the next-token-prediction (MTP) block, which stands behind the layers."""
+    hidden = spec.hidden
+    shapes: Shapes = {NEXTN_JOIN: (hidden, 2 * hidden), "attn_norm.weight": (hidden,)}
+    shapes |= {f"nextn.{name}.weight": (hidden,) for name in ("enorm", "hnorm")}
+    shapes |= {family_of(spec.architecture).ffn_norm: (hidden,)}
+    shapes |= spec.attention.tensors(hidden) | spec.ffn.tensors(hidden)
+    return {f"blk.{spec.layers}.{name}": shape for name, shape in shapes.items()}
+
+
+def optional_nextn(spec: ModelSpec) -> Shapes:
+    """What such a block may have of its own; else the model's norm, head and embedding serve it."""
+    table = (spec.vocab, spec.hidden)
+    shapes: Shapes = {NEXTN_NORM: (spec.hidden,), NEXTN_HEAD: table, NEXTN_EMBEDDING: table}
+    return {f"blk.{spec.layers}.{name}": shape for name, shape in shapes.items()}
 
 
 def expected_outer(spec: ModelSpec) -> Shapes:

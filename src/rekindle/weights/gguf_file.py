@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from rekindle.errors import BadModelFile
 from rekindle.models.keys import Seen
 from rekindle.spec import ModelSpec
-from rekindle.weights.expected import EMBEDDING, OUTPUT, ROPE_FACTORS, expected_model
+from rekindle.weights.expected import EMBEDDING, NEXTN_JOIN, OUTPUT, ROPE_FACTORS, expected_model
 from rekindle.weights.fingerprint import fingerprint
 from rekindle.weights.gguf_header import MAX_DIMENSIONS, read_part
 from rekindle.weights.source import SourceFile, SourceFiles
@@ -38,10 +38,21 @@ _OTHERS = {
     "imatrix": "an importance matrix",
     "vocab": "a vocabulary without weights",
 }
+_DECIDE_NEXTN = (
+    "embedding_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.freq_base",
+    "rope.dimension_count",
+    "expert_count",
+    "expert_used_count",
+)
 _SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
-class GgufFile:
+class _Gguf:
     """Opened by reading headers only; `raw` and `values` read the bytes of the one tensor."""
 
     def __init__(self, path: Path) -> None:
@@ -51,10 +62,11 @@ class GgufFile:
         _refuse_others(path, self._metadata)
         self._family = read_family(path, self._metadata)
         _refuse_scales(path, self._stored)
-        self._spec = read_spec(path, self._metadata, _look(path, self._stored, self._metadata))
-        shown = {info.name: info for info in _shown(path, self._stored)}
-        self._tensors = shown | _checked(path, self._spec, shown)
-        self._fingerprint = functools.cache(lambda: fingerprint(self._spec, self._stored.values()))
+        self._spec, self._tensors = self._read()
+
+    def _read(self) -> tuple[ModelSpec, dict[str, TensorInfo]]:
+        """The model's numbers, and the tensors that others may read."""
+        raise NotImplementedError
 
     @property
     def path(self) -> Path:
@@ -84,8 +96,12 @@ class GgufFile:
     def values(self, name: str) -> np.ndarray:
         return decode(self.raw(name), self._tensors[name])
 
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self._spec, self._stored.values())
+
     def fingerprint(self) -> str:
-        return self._fingerprint()
+        return self._fingerprint
 
     def close(self) -> None:
         self.files.close()
@@ -95,6 +111,70 @@ class GgufFile:
         fused = self._stored[re.sub(r"ffn_(gate|up)_exps\.weight$", _FUSED, name)].rows()
         both = fused.reshape(experts, 2, width, -1)
         return both[:, 0 if "ffn_gate_exps" in name else 1].reshape(experts * width, -1)
+
+
+class GgufFile(_Gguf):
+    """A whole model."""
+
+    def _read(self) -> tuple[ModelSpec, dict[str, TensorInfo]]:
+        _refuse_companion(self._path, self._stored)
+        spec = read_spec(self._path, self._metadata, _look(self._path, self._stored, self._metadata))
+        shown = {info.name: info for info in _shown(self._path, self._stored)}
+        return spec, shown | _checked(self._path, spec, shown)
+
+
+class CompanionFile(_Gguf):
+    """A file that holds a model's next-token-prediction block and not its layers. Copies of the embedding and the head
+    that it may have are left alone: the model's own serve the block."""
+
+    def __init__(self, path: Path, target: ModelSpec, numbers: Mapping[str, Any]) -> None:
+        """numbers: the metadata of the model's own file."""
+        self._target = target
+        self._numbers = numbers
+        super().__init__(path)
+
+    def _read(self) -> tuple[ModelSpec, dict[str, TensorInfo]]:
+        _check_companion(self._path, self._stored, self._metadata, self._numbers, self._target)
+        return self._target, {info.name: info for info in _shown(self._path, self._stored)}
+
+
+def is_companion(path: Path) -> bool:
+    """Whether a GGUF file holds a next-token-prediction block and no model."""
+    return _lacks_layers(read_part(path).tensors)
+
+
+def _lacks_layers(names: Iterable[str]) -> bool:
+    known = set(names)
+    return any(".nextn." in name for name in known) and not any(name.startswith("blk.0.") for name in known)
+
+
+def _refuse_companion(path: Path, stored: Mapping[str, Stored]) -> None:
+    if _lacks_layers(stored):
+        raise BadModelFile(
+            f"{path} holds only next-token-prediction (MTP) layers, not a whole model; name the model's own file"
+        )
+
+
+def _check_companion(
+    path: Path, names: Container[str], ours: Mapping[str, Any], theirs: Mapping[str, Any], target: ModelSpec
+) -> None:
+    """The block is that of the target; where both files give one of the numbers that decide it, they give the same."""
+    architecture = ours.get("general.architecture")
+    if architecture != target.architecture:
+        raise BadModelFile(f"{path} is for models of {architecture}, {target.name} is one of {target.architecture}")
+    if f"blk.{target.layers}.{NEXTN_JOIN}" not in names:
+        raise BadModelFile(
+            f"{path} has no tensor blk.{target.layers}.{NEXTN_JOIN}: {target.name} has {target.layers} layers"
+        )
+    for key in (f"{architecture}.{number}" for number in _DECIDE_NEXTN):
+        if key in ours and key in theirs and not _same_number(ours[key], theirs[key]):
+            raise BadModelFile(f"{path} was made with {key} {ours[key]}, {target.name} has {theirs[key]}")
+
+
+def _same_number(one: Any, other: Any) -> bool:
+    """Files keep numbers in 32 bits, configurations in 64."""
+    numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    return math.isclose(one, other, rel_tol=1e-6) if numbers else bool(one == other)
 
 
 def _read_all(path: Path) -> tuple[dict[str, Any], dict[str, Stored], list[SourceFile]]:
@@ -143,10 +223,6 @@ def _refuse_others(path: Path, metadata: Mapping[str, Any]) -> None:
 
 def _look(path: Path, stored: Mapping[str, Stored], metadata: Mapping[str, Any]) -> Seen:
     if EMBEDDING not in stored:
-        if any(".nextn." in name for name in stored):
-            raise BadModelFile(
-                f"{path} holds only next-token-prediction (MTP) layers, not a whole model; name the model's own file"
-            )
         raise BadModelFile(f"{path} has no tensor {EMBEDDING}")
     vocab = stored[EMBEDDING].info.shape[0]
     return Seen(

@@ -20,7 +20,7 @@ from rekindle.models.keys import Seen
 from rekindle.spec import ModelSpec
 from rekindle.weights.fingerprint import fingerprint
 from rekindle.weights.hf_config import is_tied, metadata_of, read_format, rope_factors, text_config
-from rekindle.weights.hf_names import Recipe, recipes
+from rekindle.weights.hf_names import Recipe, nextn_recipes, recipes
 from rekindle.weights.safetensors_table import TYPES, read_folder, read_json
 from rekindle.weights.source import SourceFiles
 from rekindle.weights.spec_reader import read_spec
@@ -53,7 +53,10 @@ class HfFolder:
         spec = read_spec(path, metadata, seen)
         self._spec = replace(spec, nextn=_nextn(text_config(path, config).values, self._stored))
         self._metadata = {**metadata, "config": config}
-        self._recipes = recipes(spec, read_format(path, config)[1], prefix, self._stored)
+        hf = read_format(path, config)[1]
+        self._recipes = recipes(spec, hf, prefix, self._stored)
+        if self._spec.nextn == 1:
+            self._recipes |= nextn_recipes(spec, hf, self._stored)
         _check(path, spec, prefix, self._recipes, self._stored)
         self._tensors = {name: _info(name, recipe, self._stored) for name, recipe in self._recipes.items()}
         self._fingerprint = functools.cache(lambda: fingerprint(self._spec, self._stored.values()))

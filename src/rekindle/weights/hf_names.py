@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from rekindle.models.base import Change, HfFormat
 from rekindle.spec import ModelSpec
-from rekindle.weights.expected import EMBEDDING, OUTPUT, OUTPUT_NORM, expected_outer, expected_tensors
+from rekindle.weights.expected import (
+    EMBEDDING,
+    NEXTN_NORM,
+    OUTPUT,
+    OUTPUT_NORM,
+    expected_nextn,
+    expected_outer,
+    expected_tensors,
+)
 
 LAYER_NAMES = {
     "attn_norm.weight": "input_layernorm.weight",
@@ -24,6 +32,12 @@ LAYER_NAMES = {
     "ffn_down.weight": "mlp.down_proj.weight",
 }
 OUTER_NAMES = {EMBEDDING: "embed_tokens.weight", OUTPUT_NORM: "norm.weight"}
+NEXTN_NAMES = {
+    "nextn.eh_proj.weight": "fc.weight",
+    "nextn.enorm.weight": "pre_fc_norm_embedding.weight",
+    "nextn.hnorm.weight": "pre_fc_norm_hidden.weight",
+    "nextn.shared_head_norm.weight": "norm.weight",
+}
 EXPERT_STACKS = {"ffn_gate_exps.weight": "gate", "ffn_up_exps.weight": "up", "ffn_down_exps.weight": "down"}
 
 
@@ -47,12 +61,29 @@ def recipes(spec: ModelSpec, hf: HfFormat, prefix: str, present: Container[str])
     for layer in range(spec.layers):
         for name, shape in expected_tensors(spec, layer).items():
             base = name.removeprefix(f"blk.{layer}.")
-            below = f"{prefix}layers.{layer}."
-            if base in EXPERT_STACKS:
-                found[name] = _experts(below + "mlp.experts.", EXPERT_STACKS[base], shape, present)
-            else:
-                found[name] = _single(spec, hf, below, base, shape)
+            found[name] = _in_layer(spec, hf, f"{prefix}layers.{layer}.", base, shape, present)
     return found
+
+
+def nextn_recipes(spec: ModelSpec, hf: HfFormat, present: Container[str]) -> dict[str, Recipe]:
+    """Of the next-token-prediction block. Nothing where a source is missing: then the folder has none to draft with."""
+    found: dict[str, Recipe] = {}
+    norm = f"blk.{spec.layers}.{NEXTN_NORM}"
+    for name, shape in {**expected_nextn(spec), norm: (spec.hidden,)}.items():
+        base = name.removeprefix(f"blk.{spec.layers}.")
+        if base in NEXTN_NAMES:
+            found[name] = Recipe(shape, (f"mtp.{NEXTN_NAMES[base]}",), shape, compute=hf.compute(spec, base))
+        else:
+            found[name] = _in_layer(spec, hf, "mtp.layers.0.", base, shape, present)
+    return found if all(source in present for recipe in found.values() for source in recipe.sources) else {}
+
+
+def _in_layer(
+    spec: ModelSpec, hf: HfFormat, below: str, base: str, shape: tuple[int, ...], present: Container[str]
+) -> Recipe:
+    if base in EXPERT_STACKS:
+        return _experts(below + "mlp.experts.", EXPERT_STACKS[base], shape, present)
+    return _single(spec, hf, below, base, shape)
 
 
 def _single(spec: ModelSpec, hf: HfFormat, below: str, base: str, shape: tuple[int, ...]) -> Recipe:

@@ -176,13 +176,16 @@ def test_padding_that_no_row_was_left_for_keeps_nothing(make_ragged):
     assert not kept.states[2].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("spec", [TWICE, THRICE])
-def test_replayed_rows_rebuild_state_and_window_bit_for_bit(make_ragged, spec):
+def test_replayed_rows_rebuild_state_and_window_bit_for_bit(make_ragged, spec, dtype):
+    """Inputs of the convolution are logged in their own type."""
     torch.manual_seed(4)
     inputs = _inputs(7, spec)
+    inputs = (inputs[0].to(dtype), *inputs[1:])
     states, windows = _states(2, spec), torch.randn(2, 3, spec.conv_channels)
     befores = states.clone(), windows.clone()
-    kept = RewindLog.zeros(spec, 2, 6, torch.device("cpu"))
+    kept = RewindLog.zeros(spec, 2, 6, torch.device("cpu"), dtype)
     kernels = row_kernels, conv_triton
     _block(spec, inputs, states, windows, make_ragged([(1, 3, 5), (0, 0, 2)]), kept, kernels)
     after = states.clone(), windows.clone()
@@ -191,7 +194,7 @@ def test_replayed_rows_rebuild_state_and_window_bit_for_bit(make_ragged, spec):
         one, window = (x.clone() for x in befores)
         if count:  # as a shorter block would have left it
             part = tuple(x[:count] if x.ndim > 1 else x for x in inputs)
-            spare = RewindLog.zeros(spec, 2, 6, torch.device("cpu"))
+            spare = RewindLog.zeros(spec, 2, 6, torch.device("cpu"), dtype)
             _block(spec, part, one, window, make_ragged([(1, 3, count)]), spare, kernels)
         assert torch.equal(states[1], one[1])
         assert torch.equal(windows[1], window[1])

@@ -72,7 +72,7 @@ def _conv_kernel(
     if log_inputs is not None:
         raw = tl.load(u + (start + row)[:, None] * u_row + channel[None, :], mask=(row < length)[:, None] & inside)
         to = log_inputs + (slot * log_rows + row)[:, None] * channels + channel[None, :]
-        tl.store(to, raw.to(tl.float32), mask=(row < length)[:, None] & inside)
+        tl.store(to, raw.to(log_inputs.dtype.element_ty), mask=(row < length)[:, None] & inside)
     if first == 0:
         if log_windows is not None:
             _keep_window(window, log_windows + slot * (WIDTH - 1) * channels, channel, channels, WIDTH)

@@ -188,7 +188,7 @@ def _window_kernel(
     row = count + tl.program_id(1)
     old = tl.load(log_windows + (slot * width + row) * channels + channel, mask=inside & (row < width), other=0.0)
     at = (slot * log_rows + row - width) * channels + channel
-    new = tl.load(log_inputs + at, mask=inside & (row >= width), other=0.0)
+    new = tl.load(log_inputs + at, mask=inside & (row >= width), other=0.0).to(tl.float32)
     value = tl.where(row < width, old, new)
     if PDL:
         gdc_wait()

@@ -1,0 +1,251 @@
+"""Decode with a drafter of the real size at a scripted acceptance, beside plain decode in the same run.
+
+    PYTHONPATH=src python3 scripts/gpu/bench_dflash.py --shape qwen3.6-27b --folder /dev/shm/models
+
+Weights are random, of target and drafter. So that it is known what the target will say, logits are raised at the tokens
+of a random text; and so that acceptance is known, the drafter makes its whole pass and its tokens are replaced by those
+of the text, every N-th of which it does not know: N tokens then come of a block and the target's own token. 0: it is
+never right. First cold, then with the prompt restored from disk. A short table comes last, and the same as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from rekindle.batch import Ask, Batch, Wanted
+from rekindle.bench.synth import shape_names, write_synthetic
+from rekindle.build.drafts import load_drafter
+from rekindle.build.stage import StageConfig, load_stage
+from rekindle.engine.drafting import NO_DRAFTS, Drafts
+from rekindle.engine.engine import Engine, EngineSettings
+from rekindle.engine.types import Event, Failed, Finished, Request, Sampling
+from rekindle.prefix import PrefixCache, local_tiers
+from rekindle.prompt import Prompt
+from rekindle.snapshots.disk import DiskStore
+from rekindle.spec import PAGE, ModelSpec
+from rekindle.speculative.context import DrafterContext
+from rekindle.speculative.files import DrafterFile
+from rekindle.speculative.spec import ConvSpec, DrafterSpec, DraftLayer, SelectorSpec, default_taps
+from rekindle.speculative.width import MOST
+from rekindle.stages import LocalStage, Pipeline
+from rekindle.stages.types import PendingTokens, StageOutput
+from rekindle.weights import TensorInfo, open_weights
+
+SURE = 1e4  # added to a logit: nothing else is drawn
+
+
+def drafter_spec(shape: str, target: ModelSpec) -> DrafterSpec:
+    """DFlash 1 for the dense 27B, DFlash 2 for 35B-A3B, in the sizes that are published; something small for others."""
+    common = {"hidden": target.hidden, "vocab": target.vocab, "rope_theta": 1e7, "eps": 1e-6, "mask": target.vocab - 1}
+    near = DraftLayer(2048, causal=True)
+    if shape == "qwen3.6-27b":
+        layers = (near, near, near, near, DraftLayer(None, causal=False))
+        sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "width": 17408, "block": 16}
+        return DrafterSpec(layers=layers, taps=default_taps(target.layers), **sizes, **common)
+    two = {"conv": ConvSpec(2, 16), "selector": SelectorSpec(256, 16), "block": 8}
+    free = DraftLayer(2048, causal=False)
+    if shape == "qwen3.6-35b-a3b":
+        sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "width": 6144}
+        return DrafterSpec(layers=(free,) * 6, taps=(1, 6, 11, 16, 22, 27, 32, 37), **sizes, **two, **common)
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 32, "width": 256}
+    return DrafterSpec(layers=(free,), taps=(0, target.layers - 1), **sizes, **two, **common)
+
+
+class RandomDrafter(DrafterFile):
+    """As if it were read from a file: matrices in Q8_0, the rest in float32."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        self.spec = spec
+        self.tensors = {name: _info(name, shape) for name, shape in spec.tensors().items()}
+        self._rng = np.random.default_rng(1)
+
+    def raw(self, name: str) -> np.ndarray:
+        rows, columns = self.tensors[name].shape
+        blocks = self._rng.integers(0, 256, (rows * columns // 32, 34), dtype=np.uint8)
+        blocks[:, :2] = np.array([0.03 / 74], np.float16).view(np.uint8)  # 74: spread of a random int8
+        return blocks.reshape(rows, -1)
+
+    def values(self, name: str) -> np.ndarray:
+        mean = 1.0 if "norm" in name else 0.0
+        return self._rng.normal(mean, 0.03, self.tensors[name].shape).astype(np.float32)
+
+    def fingerprint(self) -> str:
+        return "random"
+
+
+def _info(name: str, shape: tuple[int, ...]) -> TensorInfo:
+    matrix = len(shape) == 2
+    count = int(np.prod(shape))
+    return TensorInfo(name, shape, "Q8_0" if matrix else "F32", count // 32 * 34 if matrix else 4 * count)
+
+
+class Scripted:
+    """The drafter, which does all its work and answers from the text."""
+
+    def __init__(self, drafter: DrafterContext, text: Sequence[int], prompt: int, vocab: int) -> None:
+        self._drafter, self._text, self._prompt, self._vocab = drafter, text, prompt, vocab
+        self.accept = 0.0  # tokens of a block and the target's own, together
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def propose(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+        found = self._drafter.propose(asks)
+        return [self._told(ask.position + 1, len(tokens)) for ask, tokens in zip(asks, found, strict=True)]
+
+    def _told(self, start: int, count: int) -> tuple[int, ...]:
+        known = self._text[start : start + count]
+        return tuple(t if self._knows(start + i) else (t + 1) % self._vocab for i, t in enumerate(known))
+
+    def _knows(self, position: int) -> bool:
+        """Positions that it does not know are `accept` apart, on average."""
+        answered = position - self._prompt
+        return self.accept > 0 and int(answered / self.accept) == int((answered - 1) / self.accept)
+
+
+class Told(Pipeline):
+    """The pipeline, whose target says the text."""
+
+    def __init__(self, stage: LocalStage, text: Sequence[int], drafter: Any = None) -> None:
+        super().__init__([stage], drafter=drafter)
+        self._said = torch.tensor([*text, 0], device=stage.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, pending: PendingTokens | None = None) -> Future[StageOutput]:
+        future = super().forward(batch, pending)
+        logits, start = future.result().logits, 0
+        for segment in batch.segments:
+            count = segment.logit_rows
+            if logits is not None and count:
+                first = segment.position + 1 if segment.wanted is Wanted.ALL else segment.end
+                rows = torch.arange(start, start + count, device=logits.device)
+                logits[rows, self._said[first : first + count]] += SURE
+            start += count
+        return future
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    speed: float  # tokens of decode in a second
+    per_step: float  # tokens of a block and the target's own
+    restored: int
+
+
+class Bench:
+    def __init__(self, arguments: argparse.Namespace, model: Path) -> None:
+        self.file = open_weights(model)
+        self.tokens, self.prompt = arguments.tokens, arguments.prompt
+        cpu, length = arguments.device == "cpu", arguments.prompt + arguments.tokens
+        self.pages = -(-length // PAGE) + 2
+        kinds = {"kv_type": "f32", "dtype": "float32"} if cpu else {"kv_type": "bf16", "dtype": "bfloat16"}
+        grid = min(2048, max(64, arguments.prompt))
+        self.settings = EngineSettings(context=self.pages * PAGE, grid=grid)
+        widths = {"rewind_rows": MOST + 1, "chunk": grid, "table_width": self.pages}
+        config = StageConfig(arguments.device, self.file.spec.whole, 2, 2 * self.pages, **widths, **kinds)
+        self.stage = load_stage(self.file, config)
+        rng = np.random.default_rng(0)
+        self.text: list[int] = rng.integers(0, self.file.spec.drawable, length + 2).tolist()
+        spec = drafter_spec(arguments.shape, self.file.spec)
+        dtype = torch.float32 if cpu else torch.bfloat16
+        made = load_drafter(RandomDrafter(spec), self.file, [self.stage], dtype, self.settings.context)
+        assert isinstance(made, DrafterContext), "it was made from a DFlash spec"
+        self.drafter = Scripted(made, self.text, self.prompt, self.file.spec.drawable)
+
+    def engine(self, drafts: bool, folder: Path | None = None) -> Engine:
+        disk = None if folder is None else DiskStore(folder, "f" * 64, 1 << 40)
+        pipeline = Told(self.stage, self.text, self.drafter if drafts else None)
+        settings = replace(self.settings, drafts=Drafts(model="dflash", off=None) if drafts else NO_DRAFTS)
+        return Engine(pipeline, PrefixCache(local_tiers(0, disk)), settings).start()
+
+    def runs(self, accepts: Sequence[float], folder: Path | None = None) -> dict[str, Run]:
+        found = {}
+        for accept in accepts:
+            self.drafter.accept = accept
+            engine = self.engine(drafts=True, folder=folder)
+            found[f"{accept:g}"] = self.run(engine)
+            end(engine)
+        return found
+
+    def plain(self) -> float:
+        engine = self.engine(drafts=False)
+        self.run(engine, 8)
+        speed = self.run(engine).speed
+        end(engine)
+        return speed
+
+    def save_prompt(self, folder: Path) -> None:
+        engine = self.engine(drafts=True, folder=folder)
+        self.run(engine, 1)
+        end(engine)
+
+    def run(self, engine: Engine, tokens: int | None = None) -> Run:
+        """Of an answer that is the text."""
+        events, tokens = SimpleQueue[Event](), tokens or self.tokens
+        prompt = Prompt(tuple(self.text[: self.prompt]))
+        fields: dict[str, Any] = {"stop_tokens": frozenset(), "max_tokens": tokens, "sink": events.put}
+        engine.submit(Request("r", prompt, Sampling(temperature=0), **fields))
+        while not isinstance(event := events.get(timeout=600), Finished | Failed):
+            pass
+        assert isinstance(event, Finished), event
+        draft, steps = event.draft, max(1, event.completion_tokens - 1 - event.draft.accepted)
+        speed = (event.completion_tokens - 1) / max(event.timings.decode, 1e-9)
+        return Run(speed, (event.completion_tokens - 1) / steps if draft.accepted else 1.0, event.cache.restored)
+
+
+def end(engine: Engine) -> None:
+    """All of it but the stage, which the next engine uses."""
+    engine.end_requests()
+    engine.wait_for_end()
+    engine._restorer.stop()
+    engine._publisher.stop()
+    engine.prefixes.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3.6-27b", choices=shape_names())
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--accept", type=float, nargs="+", default=[0, 4, 5.5, 8])
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--folder", type=Path, required=True)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    model = arguments.folder / f"{arguments.shape}.gguf"
+    if not model.exists():
+        write_synthetic(model, arguments.shape)
+    bench = Bench(arguments, model)
+    plain, cold = bench.plain(), bench.runs(arguments.accept)
+    with TemporaryDirectory(dir=arguments.folder) as cache:
+        bench.save_prompt(Path(cache))
+        disk = bench.runs(arguments.accept, Path(cache))
+    bench.stage.stop()
+    print(f"{arguments.shape} on {arguments.device}: plain decode {plain:.1f} tok/s")
+    print("accepted  per step   tok/s  × plain   from disk: per step  × plain")
+    for name, run in cold.items():
+        again = disk[name]
+        print(f"{name:>8} {run.per_step:9.2f} {run.speed:7.1f} {run.speed / plain:8.2f}", end=" ")
+        print(f"{again.per_step:21.2f} {again.speed / plain:8.2f}")
+    tables = {
+        where: {name: _json(run) for name, run in runs.items()} for where, runs in (("cold", cold), ("disk", disk))
+    }
+    print(json.dumps({"shape": arguments.shape, "plain": round(plain, 1), **tables}))
+
+
+def _json(run: Run) -> dict[str, float]:
+    return {"speed": round(run.speed, 1), "per_step": round(run.per_step, 2), "restored": run.restored}
+
+
+if __name__ == "__main__":
+    main()
