@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import runpy
 from pathlib import Path
@@ -151,6 +152,15 @@ def test_rekindle_is_measured_alone_where_there_is_no_peer(tmp_path: Path) -> No
 def test_benches_that_need_a_gpu_know_their_arguments(name: str) -> None:
     """All that can be tried without a GPU: what they import is there."""
     assert run_script(name, "--help")[0].startswith("usage:")
+
+
+def test_the_cost_of_a_schema_is_measured_beside_plain_answers(tmp_path: Path) -> None:
+    """The smallest form, on a CPU."""
+    small = ["--shape", "tiny", "--folder", tmp_path, "--context", "512", "--sequences", "4", "--vocab", "400"]
+    small += ["--grammar", "--streams", "1,3", "--answer", "24", "--rounds", "1"]
+    lines = run_script("gpu/bench_serve.py", *small, "--serve", "--threads 1 --draft off", OUT=str(tmp_path))
+    assert [int(line.split("|")[0]) for line in lines[-3:-1]] == [1, 3]
+    assert all(row["plain"][0] > 0 and row["grammar"][0] > 0 for row in json.loads(lines[-1]))
 
 
 @pytest.mark.parametrize("name", ["gpu/bench_matmul.py", "gpu/bench_mixers.py"])
