@@ -142,7 +142,9 @@ def _changes(before: dict[str, Any] | None, body: dict[str, Any], history: str) 
     if before is None:
         return {"body": body}
     said, now = before[history], body[history]
-    same = next((i for i, pair in enumerate(zip(said, now)) if pair[0] != pair[1]), min(len(said), len(now)))
+    same = next(
+        (i for i, pair in enumerate(zip(said, now, strict=False)) if pair[0] != pair[1]), min(len(said), len(now))
+    )
     other = {name: value for name, value in body.items() if name != history and value != before.get(name)}
     return {"as_before": True, "body": {**other, history: [same, *now[same:]]}}
 
@@ -165,7 +167,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._pass_on()
 
-    do_GET = do_HEAD = do_POST
+    def do_GET(self) -> None:
+        self._pass_on()
+
+    def do_HEAD(self) -> None:
+        self._pass_on()
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """The server logs."""

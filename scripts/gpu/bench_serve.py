@@ -144,7 +144,9 @@ def schema_of(answer: int) -> dict[str, object]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-def compare_grammar(server: Server, streams: list[int], answer: int, rounds: int, vocab: int) -> list[dict[str, object]]:
+def compare_grammar(
+    server: Server, streams: list[int], answer: int, rounds: int, vocab: int
+) -> list[dict[str, object]]:
     schema = {"type": "json_schema", "json_schema": {"name": "bench", "strict": True, "schema": schema_of(answer)}}
     clients = {
         "plain": Client(server.url, fields=DRAWN),

@@ -325,8 +325,8 @@ def _tokenizer(shape: Shape) -> Iterator[tuple[str, int, Any]]:
 
 
 def _word(number: int) -> str:
-    """Another one for every number, of syllables, half of them behind a blank: a grammar walks the vocabulary as a tree,
-    so its words should part like those of a language."""
+    """Another one for every number, of syllables, half of them behind a blank. A grammar walks the vocabulary as a
+    tree, so its words should part like those of a language."""
     blank, number = "\u0120" * (number % 2), number // 2
     syllables = [consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in "aeiou"]
     word = ""
