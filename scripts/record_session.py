@@ -35,7 +35,9 @@ KEPT = ("system", "instructions", "messages", "input", "tools", "tool_choice", "
         "reasoning_effort", "parallel_tool_calls", "text", "include")  # fmt: skip
 AS_THEY_ARE = frozenset({"type", "role", "name", "id", "call_id", "tool_use_id", "tool_call_id", "status", "effort",
                          "tool_choice", "display", "include", "summary"})  # fmt: skip
-LINE, DESCRIPTION, TOOLS = 8, 8, 8  # words of a line, of a tool's description, and tools that are kept when shortened
+# Of what is shortened: words of a long text or line; one in so many lines is kept, with so many words; words of a
+# tool's description; tools.
+LONG, KEEPS, LINE, DESCRIPTION, TOOLS = 60, 4, 8, 8, 6
 HOP = frozenset({"host", "connection", "content-length", "transfer-encoding", "accept-encoding", "date", "server"})
 
 
@@ -53,19 +55,22 @@ def _word(word: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """Of long texts a quarter of the lines, and their beginnings. A line with a number may change: it stays."""
-    lines = text.split("\n")
-    if len(text.split()) < 80:
+    """Of long texts some of the lines, and their beginnings. A short line with a number may change: it stays."""
+    if len(text.split()) < LONG:
         return text
-    return "\n".join(_cut(line) for line in lines if re.search(r"\d|<", line) or _keeps(line))
+    return "\n".join(_cut(line) for line in text.split("\n") if _may_change(line) or _keeps(line))
+
+
+def _may_change(line: str) -> bool:
+    return len(line.split()) < LONG and re.search(r"\d|<", line) is not None
 
 
 def _keeps(line: str) -> bool:
-    return hashlib.blake2b(line.encode(), digest_size=1).digest()[0] % 4 == 0
+    return hashlib.blake2b(line.encode(), digest_size=1).digest()[0] % KEEPS == 0
 
 
 def _cut(line: str) -> str:
-    return line if re.search(r"\d|<", line) else " ".join(line.split(" ")[:LINE])
+    return line if _may_change(line) else " ".join(line.split(" ")[:LINE])
 
 
 def masked(value: Any, whole: bool, name: str = "", said: bool = False) -> Any:
