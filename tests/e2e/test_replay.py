@@ -43,8 +43,7 @@ def test_the_tables_fit_a_line_of_80(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_computed_tokens_are_those_never_seen_before_also_across_restarts(golden: Path) -> None:
-    # Those that branch take longer prompts.
-    names = ["growing", "thinking", "subagents", "edited", "recorded", *AGENTS]
+    names = ["growing", "thinking", "subagents", "edited", "recorded"]  # those that branch take longer prompts
     done = run_rekindle(
         "replay",
         "--model",
@@ -70,6 +69,21 @@ def test_computed_tokens_are_those_never_seen_before_also_across_restarts(golden
     after = [turn for c in conversations for turn in c["turns"] if turn["restarted"]]
     assert len(after) == len(names)
     assert all(turn["disk"] > 0 for turn in after)
+
+
+def test_recorded_agents_cost_what_is_new_in_their_own_dialects_also_across_restarts(golden: Path) -> None:
+    """Nothing is prepared in the background, which would hide what is computed twice."""
+    model = golden / "tiny-qwen35-Q4_K_M.gguf"
+    only = [f"--only={name}" for name in AGENTS]
+    options = ("--serve", "--threads 1 --no-prepare-next", "--check")
+    done = run_rekindle("replay", "--model", model, *options, *only, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    conversations = json.loads(done.stdout.splitlines()[-1])["conversations"]
+    assert [c["conversation"] for c in conversations] == 2 * list(AGENTS)
+    for conversation in conversations:
+        assert conversation["ratio"] <= conversation["goal"] == 1.05
+        assert all(turn["ram"] + turn["disk"] > 0 for turn in conversation["turns"][2:])
+    assert all(c["disk"] > 0 for c in conversations if c["restart"])
 
 
 def test_a_running_server_is_replayed_without_restarts_and_its_cache_can_be_kept(
