@@ -1,10 +1,14 @@
 """What clients of `rekindle serve` see on a GPU, line by line, by the load generator of `rekindle bench serve`.
 
     PYTHONPATH=src python3 scripts/gpu/bench_serve.py --shape qwen3.6-35b-a3b [--profile] [--only NAME,NAME]
+    PYTHONPATH=src python3 scripts/gpu/bench_serve.py --shape qwen3.6-35b-a3b --grammar [--streams 1,32]
 
 Random weights in the exact shape; a server process, asked over HTTP with random token prompts; then one with a folder
 for snapshots, which is stopped and started again. --profile says after each line where the engine's thread was, sampled
 every millisecond. A short table comes last, the JSON of every row is written to $OUT.
+
+--grammar measures something else: answers with and without a JSON schema, in turns, so many streams at once, and prints
+one table: tokens per second of all streams together, from the first token of any to the last.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -121,6 +126,65 @@ def ask(server: Server, name: str, load: Load, vocab: int, profile: bool) -> dic
     return {"line": name, "rows": [row.as_dict() for row in rows]}
 
 
+# -- with and without a grammar -------------------------------------------------------------------------------------
+
+GOALS = {1: 3.0, 32: 10.0}  # per cent that a grammar may cost, by streams
+DRAWN = {"temperature": 1, "seed": 7}  # so that random weights write more than one token over and over
+
+
+def schema_of(answer: int) -> dict[str, object]:
+    """An object that takes more than so many tokens to write, with values of several kinds."""
+    kinds: list[dict[str, object]] = [
+        {"type": "string", "minLength": 80},
+        {"type": "integer", "minimum": 100, "maximum": 99999},
+        {"enum": ["celsius", "fahrenheit", "kelvin"]},
+        {"type": "array", "items": {"type": "number"}, "minItems": 4, "maxItems": 6},
+    ]
+    properties = {f"field_{number}": kinds[number % len(kinds)] for number in range(max(8, answer // 4))}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def compare_grammar(
+    server: Server, streams: list[int], answer: int, rounds: int, vocab: int
+) -> list[dict[str, object]]:
+    schema = {"type": "json_schema", "json_schema": {"name": "bench", "strict": True, "schema": schema_of(answer)}}
+    clients = {
+        "plain": Client(server.url, fields=DRAWN),
+        "grammar": Client(server.url, fields={**DRAWN, "ignore_eos": False, "response_format": schema}),
+    }
+    for client in clients.values():  # kernels, the table of the vocabulary, the compiled grammar
+        speed_of(client, 1, 8, vocab, "warm")
+    told = list[dict[str, object]]()
+    for count in streams:
+        speeds: dict[str, list[float]] = {name: [] for name in clients}
+        for number in range(rounds):
+            for name, client in clients.items():
+                speeds[name].append(speed_of(client, count, answer, vocab, number))
+        told.append({"streams": count, **speeds})
+    return told
+
+
+def speed_of(client: Client, streams: int, answer: int, vocab: int, seed: object) -> float:
+    load = Load(prompts=(64,), requests=streams, concurrency=streams, answer=answer, vocab=vocab,
+                lowest=min(1000, vocab // 2), seed=zlib.crc32(f"{seed} {streams}".encode()))  # fmt: skip
+    answers = asyncio.run(run_load(client, load))
+    if bad := next((each.failure for each in answers if each.failure is not None), None):
+        raise SystemExit(f"a request failed: {bad}")
+    if short := next((each.tokens for each in answers if each.tokens < answer), None):
+        raise SystemExit(f"an answer ended after {short} of {answer} tokens")
+    began, ended = min(each.arrivals[0] for each in answers), max(each.arrivals[-1] for each in answers)
+    return sum(each.tokens - 1 for each in answers) / (ended - began)
+
+
+def show_grammar(told: list[dict[str, object]]) -> None:
+    print("streams | plain tok/s | with a schema tok/s | cost | goal")
+    for row in told:
+        plain, grammar = (statistics.median(row[name]) for name in ("plain", "grammar"))  # type: ignore[call-overload]
+        goal = GOALS.get(int(str(row["streams"])))
+        print(f"{row['streams']:>7} | {plain:11.1f} | {grammar:19.1f} | {100 * (1 - grammar / plain):4.1f} % | "
+              f"{'' if goal is None else f'{goal:g} %'}")  # fmt: skip
+
+
 def say(name: str, row: Row) -> None:
     print(
         f"{name:20s} {row.what:22s} first {row.first_p50:8.1f} worst {row.first_worst:8.1f} last {row.last_first:8.1f} "
@@ -142,6 +206,10 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--source", help="PYTHONPATH of the server, to measure another version of it")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--grammar", action="store_true", help="what a JSON schema costs, and nothing else")
+    parser.add_argument("--streams", default="1,32", help="of --grammar")
+    parser.add_argument("--answer", type=int, default=512, help="tokens, of --grammar")
+    parser.add_argument("--rounds", type=int, default=3, help="of --grammar")
     options = parser.parse_args()
     out = Path(os.environ.get("OUT", "."))
     path, log = options.folder / f"{options.shape}.gguf", out / f"{options.name}.log"
@@ -155,6 +223,17 @@ def main() -> None:
     common = [str(path), "--context", options.context, "--sequences", options.sequences, "--cache-ram", "24GiB"]
     common += options.serve.split()
     told = list[dict[str, object]]()
+    if options.grammar:
+        server = Server([*common, "--cache-disk", "0"], log, options.profile, options.source)
+        try:
+            streams = [int(count) for count in options.streams.split(",")]
+            told = compare_grammar(server, streams, options.answer, options.rounds, options.vocab)
+        finally:
+            server.stop()
+        show_grammar(told)
+        (out / f"{options.name}.json").write_text(json.dumps(told))
+        print(json.dumps(told))
+        return
     lines = {name: load for name, load in LINES.items() if not only or any(part in name for part in only)}
     if lines:
         # No disk: a file of random weights is the same each time, and the next run would find its prompts.

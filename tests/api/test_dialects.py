@@ -116,3 +116,18 @@ def test_the_http_side_loads_no_torch():
     """Not even through what it imports of other packages."""
     code = "import sys, rekindle.api; assert not {'torch', 'triton'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_dialect_of_a_conversation_tells_the_token_ids_that_it_is_asked_for(house):
+    said = {"messages": [{"role": "user", "content": "say(hi)"}], "max_tokens": 9}
+    bodies = {"/v1/messages": said, "/v1/responses": {"input": "say(hi)", "max_output_tokens": 9}}
+    chat = httpx.post(house.url + "/v1/chat/completions", json=said | {"return_token_ids": True}).json()
+    expected = [chat["choices"][0][name] for name in ("prompt_token_ids", "token_ids")]
+    for path, body in bodies.items():
+        plain = httpx.post(house.url + path, json=body).json()["rekindle"]
+        assert "token_ids" not in plain
+        told = httpx.post(house.url + path, json=body | {"return_token_ids": True}).json()["rekindle"]
+        assert [told["prompt_token_ids"], told["token_ids"]] == expected
+        assert not told["ignored_fields"]
+        stream = httpx.post(house.url + path, json=body | {"return_token_ids": True, "stream": True}).text
+        assert '"prompt_token_ids":' in stream

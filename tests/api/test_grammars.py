@@ -129,6 +129,15 @@ def test_a_stream_brings_the_same_text(client: TestClient) -> None:
     assert "".join(delta.get("content") or "" for delta in deltas) == whole
 
 
+def test_a_model_that_loves_blanks_writes_one_or_a_line_between_the_parts(client: TestClient) -> None:
+    schema = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 9}, "minItems": 3, "maxItems": 3}
+    loved = dict.fromkeys(BLANKS, 20.0)
+    text = post(client, response_format=schema_format(schema), logit_bias=loved)["choices"][0]["message"]["content"]
+    jsonschema.validate(json.loads(text), schema)
+    found = re.findall(r"\s+", text)
+    assert found and all(re.fullmatch(r"\n[ \t]*|[ \t]", blanks) for blanks in found)
+
+
 def test_several_answers_to_one_prompt_each_keep_to_it(client: TestClient) -> None:
     answer = post(client, structured_outputs={"regex": "[a-c]{4}(x|yy)"}, n=3)
     found = [choice["message"]["content"] for choice in answer["choices"]]

@@ -379,6 +379,17 @@ def test_a_client_that_never_reads_loses_its_place(fresh_house):
     pytest.fail("the connection was kept")
 
 
+def test_a_connection_serves_on_when_a_request_was_refused_before_its_body_came(house):
+    body = json.dumps({"prompt": "hi", "max_tokens": 1}).encode()
+    head = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", house.port), timeout=20) as connection:
+        connection.sendall(head.format("/v1/embeddings", len(body)).encode())
+        assert b"makes no embeddings" in connection.recv(4096)
+        connection.sendall(body)
+        connection.sendall(head.format("/v1/completions", len(body)).encode() + body)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
 def test_nobody_reads_the_rest_of_a_body_that_was_answered(fresh_house):
     house = fresh_house(keys=Keys.single("a key"))
     connection = socket.create_connection(("127.0.0.1", house.port), timeout=20)

@@ -17,14 +17,13 @@ from rekindle.bench.conversations import (
     branching,
     edited,
     growing,
-    own_session,
     prose,
     raw,
-    read_session,
     stamped,
     subagents,
     thinking,
 )
+from rekindle.bench.recorded import AGENTS, OWN, read_session, recorded, session_file
 from rekindle.bench.replay import Row, Seen, Total
 from rekindle.cli import app
 from rekindle.cli.replay import _Printer, _summary
@@ -71,6 +70,21 @@ def test_computed_tokens_are_those_never_seen_before_also_across_restarts(golden
     after = [turn for c in conversations for turn in c["turns"] if turn["restarted"]]
     assert len(after) == len(names)
     assert all(turn["restored"]["disk"] > 0 for turn in after)
+
+
+def test_recorded_agents_cost_what_is_new_in_their_own_dialects_also_across_restarts(golden: Path) -> None:
+    """Nothing is prepared in the background, which would hide what is computed twice."""
+    model = golden / "tiny-qwen35-Q4_K_M.gguf"
+    only = [f"--only={name}" for name in AGENTS]
+    options = ("--serve", "--threads 1 --no-prepare-next", "--check")
+    done = run_rekindle("replay", "--model", model, *options, *only, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    conversations = json.loads(done.stdout.splitlines()[-1])["conversations"]
+    assert [c["conversation"] for c in conversations] == 2 * list(AGENTS)
+    for conversation in conversations:
+        assert conversation["ratio"] <= conversation["goal"] == 1.05
+        assert all(turn["ram"] + turn["disk"] > 0 for turn in conversation["turns"][2:])
+    assert all(c["disk"] > 0 for c in conversations if c["restart"])
 
 
 def test_a_running_server_is_replayed_without_restarts_and_its_cache_can_be_kept(
@@ -188,10 +202,60 @@ def test_prose_is_the_same_for_the_same_seed() -> None:
 
 
 def test_a_session_is_read_as_it_was_sent_and_a_bad_line_is_named(tmp_path: Path) -> None:
-    requests = read_session(own_session())
+    requests = read_session(session_file(OWN))
     assert len(requests) == 8
-    assert requests[0][0]["role"] == "system"
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"messages": [{"role": "user", "content": "x"}]}\n{"prompt": 1}\n')
-    with pytest.raises(BadConfig, match=r"bad.jsonl line 2"):
-        read_session(bad)
+    assert requests[0].body["messages"][0]["role"] == "system"
+    bad_lines = (
+        '{"prompt": 1}',
+        '{"path": "/nowhere", "body": {}}',
+        '{"path": "/v1/messages", "body": {"messages": [1]}}',
+        '{"path": "/v1/responses", "as_before": true, "body": {"input": [1]}}',
+    )
+    for line in bad_lines:
+        bad = tmp_path / "bad.jsonl"
+        bad.write_text('{"messages": [{"role": "user", "content": "x"}]}\n' + line)
+        with pytest.raises(BadConfig, match=r"bad.jsonl line 2"):
+            read_session(bad)
+
+
+def test_a_line_of_a_session_says_what_is_other_than_in_the_line_before(tmp_path: Path) -> None:
+    file = tmp_path / "s.jsonl"
+    first = {"path": "/v1/messages", "body": {"system": "s", "messages": [{"role": "user", "content": "a"}]}}
+    then = {"path": "/v1/messages", "as_before": True, "body": {"messages": [1, {"role": "system", "content": "b"}]}}
+    file.write_text("\n".join(map(json.dumps, (first, then))))
+    second = read_session(file)[1]
+    assert second.body == {"system": "s", "messages": [*first["body"]["messages"], {"role": "system", "content": "b"}]}
+
+
+def texts_of(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def test_recorded_agents_have_the_habits_that_cost_a_prefix() -> None:
+    claude, codex, opencode = (read_session(session_file(name)) for name in AGENTS.values())
+    assert {posted.path for posted in (*claude, *codex, *opencode)} == {
+        "/v1/messages", "/v1/responses", "/v1/chat/completions"
+    }  # fmt: skip
+    last = claude[-1].body["messages"]
+    late = [texts_of(message) for message in last[2:] if message["role"] == "system"]
+    assert any("<total_tokens>" in text for text in late), "a counter, after tool results"
+    assert any("2026-11-18" in text for text in late), "the date changes amid the conversation"
+    assert "x-anthropic-billing-header" in texts_of(claude[0].body["system"])
+    assert "<system-reminder>" in texts_of(last)
+    assert len({texts_of(posted.body["messages"][1]) for posted in claude}) > 1, "marks come and go"
+    assert any(item.get("encrypted_content") for item in codex[-1].body["input"])
+    assert {tool["type"] for tool in codex[0].body["tools"]} > {"function"}, "tools that only a hosted service runs"
+    assert opencode[0].body.get("tools") is None, "a title is asked for first"
+    systems = {texts_of(posted.body["messages"][0]) for posted in opencode[1:]}
+    assert len(systems) == 2, "the date changes in the system prompt"
+
+
+@pytest.mark.parametrize("name", [OWN, *AGENTS.values()])
+def test_a_replay_of_a_session_begins_as_no_other_replay_does(name: str) -> None:
+    posted = read_session(session_file(name))
+    one, other = (list(recorded(posted)(SMALL, seed)) for seed in ("one", "other"))
+    for mine, theirs in zip(one, other, strict=True):
+        assert not isinstance(mine, str | list) and not isinstance(theirs, str | list)
+        changed = {field for field in mine.body if mine.body[field] != theirs.body[field]}
+        assert changed - {"tools"} and ("tools" in changed) == bool(mine.body.get("tools"))
+        assert texts_of(mine.body).replace("[one]", "[other]") == texts_of(theirs.body)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import runpy
+import subprocess
+import sys
+import threading
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.scripts import SCRIPTS, result_of, run_script
+
+from rekindle.bench.recorded import CHAT, read_session
 
 TESTS = Path(__file__).parents[1]
 ELSEWHERE = {  # scripts that other tests start, or import whole
@@ -77,6 +85,46 @@ def test_a_crowd_of_two_keys_leaves_nothing_behind_and_shares_nothing() -> None:
 def test_a_store_whose_writer_is_killed_holds_what_was_saved() -> None:
     told = result_of("soak_store.py", "--kills", "3", "--seed", "1")
     assert (told["kills"], told["faults"]) == (3, 0)
+
+
+# Sessions
+
+
+class Echo(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_a_session_is_passed_on_and_written_down_without_its_words(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "Where is the secret treasure of 1999?"}]
+    tool = {"type": "function", "function": {"name": "dig", "description": "Digs secretly.", "parameters": {}}}
+    call = {"id": "c1", "type": "function", "function": {"name": "dig", "arguments": '{"name": "treasure"}'}}
+    more = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    more += [{"role": "tool", "tool_call_id": "c1", "content": "<system-reminder>No secret here.</system-reminder>"}]
+    bodies = [{"model": "m", "user": "treasurer", "messages": each, "tools": [tool]} for each in (said, [*said, *more])]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url, out = f"http://127.0.0.1:{server.server_port}", tmp_path / "session.jsonl"
+        command = [sys.executable, str(SCRIPTS / "record_session.py"), "--url", url, "--port", "0", "--out", str(out)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as recorder:
+            assert recorder.stdout is not None
+            address = recorder.stdout.readline().strip()
+            for body in bodies:
+                request = urllib.request.Request(f"{address}{CHAT}", json.dumps(body).encode())
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    assert json.loads(answer.read()) == body, "both ways"
+            recorder.terminate()
+        server.shutdown()
+    first, second = read_session(out)
+    assert second.body["messages"][:1] == first.body["messages"] and len(second.body["messages"]) == 3
+    assert "1999?" in first.body["messages"][0]["content"]
+    assert list(json.loads(second.body["messages"][1]["tool_calls"][0]["function"]["arguments"])) == ["name"]
+    assert second.body["messages"][2]["content"].startswith("<system-reminder>")
+    assert first.body["tools"][0]["function"]["name"] == "dig"
+    assert not re.search("secret|treasur|where", out.read_text(), re.IGNORECASE)
 
 
 # Benches
@@ -164,6 +212,15 @@ def test_drafting_is_measured_at_scripted_acceptance(tmp_path: Path, shape: str)
         never, often = told[where]["0"], told[where]["3"]
         assert never["per_step"] == 1 and 1.5 < often["per_step"] <= 3
         assert often["restored"] == (70 if where == "disk" else 0)
+
+
+def test_the_cost_of_a_schema_is_measured_beside_plain_answers(tmp_path: Path) -> None:
+    """The smallest form, on a CPU."""
+    small = ["--shape", "tiny", "--folder", str(tmp_path), "--context", "512", "--sequences", "4", "--vocab", "400"]
+    small += ["--grammar", "--streams", "1,3", "--answer", "24", "--rounds", "1"]
+    lines = run_script("gpu/bench_serve.py", *small, "--serve", "--threads 1 --draft off", OUT=str(tmp_path))
+    assert [int(line.split("|")[0]) for line in lines[-3:-1]] == [1, 3]
+    assert all(row["plain"][0] > 0 and row["grammar"][0] > 0 for row in json.loads(lines[-1]))
 
 
 @pytest.mark.parametrize("name", ["gpu/bench_matmul.py", "gpu/bench_mixers.py"])

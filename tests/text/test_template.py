@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.errors import BadModelFile, BadRequest
-from rekindle.prompt import BoundaryKind, Prompt
+from rekindle.prompt import BoundaryKind, Prompt, common_length
 from rekindle.text import ChatTemplate, Tokenizer, boundaries_of_tokens
 
 TOOLS: list[dict[str, Any]] = [
@@ -217,6 +217,34 @@ def test_message_boundaries_survive_the_next_turn(qwen: ChatTemplate) -> None:
     newest = before.boundaries[-2].position
     assert before.tokens[:newest] == after.tokens[:newest]
     assert newest in _kinds(after)
+
+
+@pytest.mark.parametrize("date", ["Today is 2026-11-{}.", "  Today's date: Tue Nov {} 2026", "It is 9:{} now."])
+def test_a_line_with_a_date_in_a_long_system_prompt_begins_at_a_boundary(
+    golden: Tokenizer, qwen: ChatTemplate, date: str
+) -> None:
+    before, after = "You help with many a thing. " * 80, "Be brief.\n" * 20
+
+    def asked(day: int, tools: list[dict[str, Any]]) -> Prompt:
+        system = f"{before}\n{date.format(day)}\n{after}"
+        return qwen.render([{"role": "system", "content": system}, {"role": "user", "content": "Hi"}], tools)
+
+    for tools in ([], TOOLS):
+        today, tomorrow = asked(17, tools), asked(18, tools)
+        shared = common_length(today.tokens, tomorrow.tokens)
+        at = max(boundary.position for boundary in today.boundaries if boundary.position <= shared)
+        assert at in {boundary.position for boundary in tomorrow.boundaries}
+        line = date.partition("{")[0]
+        assert golden.decode(today.tokens[at:]).lstrip("\n").startswith(line.rstrip()) and shared - at < 16
+
+
+def test_no_boundary_lies_before_a_date_near_the_start_or_in_a_tool(golden: Tokenizer, qwen: ChatTemplate) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "Such as 2026-11-17.", "parameters": {}}}
+    many = [{**tool, "function": {**tool["function"], "name": f"f{i}"}} for i in range(40)]
+    said = [{"role": "system", "content": "It is 2026-11-17."}, {"role": "user", "content": "2026-11-17"}]
+    assert len(qwen.render(said).boundaries) == len(qwen.render([{**said[0], "content": "It is."}, said[1]]).boundaries)
+    said[0]["content"] = "It is."
+    assert len(qwen.render(said, many).boundaries) == len(qwen.render(said).boundaries)
 
 
 def test_a_prompt_without_system_has_boundaries(golden: Tokenizer, qwen: ChatTemplate) -> None:

@@ -3,7 +3,7 @@
 uvicorn bounds the time between two requests of a connection and the size of headers, but neither how long the first
 ones take to arrive, nor how many connections wait for them, nor how long a client may leave what it was sent unread.
 And a body in chunks of one byte each keeps its parser busy for seconds: it is parsed in slices, between which the
-event loop serves others, and not at all once its answer has been given.
+event loop serves others, and hardly at all once its answer has been given.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from rekindle.errors import BadConfig
 
 SLICE = 2048  # bytes; in chunks of one byte some hundred chunks, which take ten milliseconds
-LINGER_SECONDS = 1.0
+LINGER_SECONDS = 1.0  # for the rest of a body whose answer has been given
+LINGER_BYTES = 1 << 20  # of that rest
+LINGER_CHUNKS = 64 << 10  # bytes of it where it may come in chunks
 UNREAD_SECONDS = 60.0
 
 
@@ -34,6 +36,8 @@ def guarded_protocol(most: int, header_seconds: float, unread_seconds: float = U
     class GuardedProtocol(H11Protocol):
         _deadline: asyncio.TimerHandle | None = None  # for headers
         _unread: asyncio.TimerHandle | None = None  # for a client to read what it was sent
+        _lingering: asyncio.TimerHandle | None = None  # for the rest of a body whose answer has been given
+        _rest = 0  # bytes of it that may still come
         _unparsed: bytes = b""
         _is_parsing = False
 
@@ -46,6 +50,8 @@ def guarded_protocol(most: int, header_seconds: float, unread_seconds: float = U
             self._await_headers()
 
         def data_received(self, data: bytes) -> None:
+            if self._lingering is not None and self._is_more_than_rest(data):
+                return
             self._unparsed += data
             if not self._is_parsing:
                 self._parse_slice()
@@ -58,25 +64,42 @@ def guarded_protocol(most: int, header_seconds: float, unread_seconds: float = U
             size = SLICE if self._may_be_chunked() else len(self._unparsed)
             data, self._unparsed = self._unparsed[:size], self._unparsed[size:]
             super().data_received(data)
+            self._stop_lingering_at_the_end()
             self._await_headers()
             self._is_parsing = bool(self._unparsed)
             if self._is_parsing:
                 self.loop.call_soon(self._parse_slice)
 
         def _may_be_chunked(self) -> bool:
-            if self.cycle is None or self.cycle.response_complete:
+            if self._lingering is None and (self.cycle is None or self.cycle.response_complete):
                 return True  # headers, and the bytes after them, which may be chunks
+            return self._is_chunked()
+
+        def _is_chunked(self) -> bool:
             return any(name == b"transfer-encoding" for name, _ in self.headers)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
             if self.conn.their_state is h11.SEND_BODY:
-                # The answer is complete, so the rest of the body is not read. The client gets a moment to read it.
-                self._unparsed = b""
-                self.flow.pause_reading()
-                self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+                # A request may be refused before its body is here. Clients then send the next one on this connection,
+                # so the rest is read and thrown away: a little of it, for a moment.
+                self._rest = (LINGER_CHUNKS if self._is_chunked() else LINGER_BYTES) - len(self._unparsed)
+                self._lingering = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
             else:
                 self._await_headers()
+
+        def _is_more_than_rest(self, data: bytes) -> bool:
+            """Too much is not read at all; the client has the moment that is left to read its answer."""
+            self._rest -= len(data)
+            if self._rest < 0:
+                self._unparsed = b""
+                self.flow.pause_reading()
+            return self._rest < 0
+
+        def _stop_lingering_at_the_end(self) -> None:
+            if self._lingering is not None and self.conn.their_state is not h11.SEND_BODY:
+                self._lingering.cancel()
+                self._lingering = None
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -90,6 +113,8 @@ def guarded_protocol(most: int, header_seconds: float, unread_seconds: float = U
             self._unparsed = b""
             self._stop_waiting()
             self._stop_reading_clock()
+            if self._lingering is not None:
+                self._lingering.cancel()
             super().connection_lost(exc)
 
         def _await_headers(self) -> None:

@@ -154,10 +154,14 @@ class Generation:
     def usage(self) -> Usage:
         return usage_of(self.choices, self.params.n)
 
-    def report(self, ignored_fields: list[str]) -> dict[str, Any]:
-        """What ran: the first answer's account, those of the `others` beside it, and the fields without effect."""
+    def report(self, ignored_fields: list[str], token_ids: bool = False) -> dict[str, Any]:
+        """What ran: the first answer's account, those of the `others` beside it, and the fields without effect; the
+        token ids of prompt and answer where a client asks for them and its dialect has no place for them."""
         first, *others = [account(choice, self.params, self.text) for choice in self.choices]
         report = {**first, "ignored_fields": ignored_fields}
+        if token_ids:
+            prompt, answer = self.choices[0].prompt.tokens, self.choices[0].ids
+            report |= {"prompt_token_ids": list(prompt), "token_ids": list(answer)}
         return {**report, "others": others} if others else report
 
 

@@ -61,9 +61,8 @@ def _answers(request: ClientRequest, text: TextPort) -> tuple[list[dict[str, Any
     field = grammar.field if grammar is not None else "tool_choice"
     if not constrains_calls(request) or not text.takes_tools:
         if isinstance(source, Conversation) and source.must_call:
-            raise BadRequest(
-                "tool_choice: demands a call, and there is no tool that this model could call", "tool_choice"
-            )
+            why = "the model's chat template shows it no tools" if source.tools else "the request has no tools"
+            raise BadRequest(f"tool_choice: demands a call, and {why}", "tool_choice")
         return answers, field
     assert isinstance(source, Conversation), "only conversations have tools"
     form = text.call_format

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from importlib.resources import files
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from rekindle.errors import BadConfig
-
 Message = dict[str, Any]
-Said = list[Message] | str  # of one request: messages, or a raw prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A request of any dialect, as a client sent it."""
+
+    path: str
+    body: dict[str, Any]
+
+
+Said = list[Message] | str | Posted  # of one request: messages, a raw prompt, or all of it
 Script = Generator[Said, Message, None]  # yields what each request says, is sent the assistant's message
 
 
@@ -131,44 +136,6 @@ def _question(sizes: Sizes, seed: str, turn: int) -> str:
     return f"{turn + 1}. {prose(sizes.turn // 5, f'{seed} {turn}')}?"
 
 
-def recorded(requests: Sequence[list[Message]]) -> Callable[[Sizes, str], Script]:
-    """A session as it was: what the server answers is not put into it."""
-
-    def script(sizes: Sizes, seed: str) -> Script:
-        for messages in requests:
-            first, *rest = messages
-            # The seed sets one replay apart from the next, which would otherwise find all of it.
-            yield [{**first, "content": f"[{seed}]\n{first['content']}"}, *rest]
-
-    return script
-
-
-def read_session(path: Path) -> list[list[Message]]:
-    """JSON lines, one per request in the order they were sent: {"messages": [...]} as in a chat request's body.
-
-    Other fields of a line are ignored, so a log of request bodies can be given as it is.
-    """
-    requests = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            messages = json.loads(line)["messages"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadConfig(f"{path.name} line {number}: not a JSON object with messages: {error}") from error
-        if not isinstance(messages, list) or not messages or not isinstance(messages[0].get("content"), str):
-            raise BadConfig(f"{path.name} line {number}: messages must be a list that begins with a text message")
-        requests.append(messages)
-    if not requests:
-        raise BadConfig(f"{path.name} holds no request")
-    return requests
-
-
-def own_session() -> Path:
-    """The session that comes with the package."""
-    return Path(str(files("rekindle") / "bench" / "sessions" / "fix_a_test.jsonl"))
-
-
 class Conversation(NamedTuple):
     script: Callable[[Sizes, str], Script]
     goal: float  # the ratio that must hold
@@ -184,4 +151,3 @@ SCRIPTS = {
     "stamped": Conversation(stamped, 1.15, BRANCHES),
     "raw": Conversation(raw, 1.15, BRANCHES),
 }
-RECORDED_GOAL = 1.05

@@ -111,13 +111,21 @@ class Answer:
 class Client:
     """Asks one server; a connection for every request."""
 
-    def __init__(self, url: str, key: str | None = None, model: str | None = None, token_ids: bool = True) -> None:
-        """token_ids: ask for the ids of the answer, which a conversation goes on from."""
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        model: str | None = None,
+        token_ids: bool = True,
+        fields: dict[str, Any] | None = None,
+    ) -> None:
+        """token_ids: ask for the ids of the answer, which a conversation goes on from; fields: more of every body."""
         self._url = _parts_of(url)
         self._key = key
         self._body = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
         self._body |= {"model": model} if model else {}
         self._body |= {"return_token_ids": True} if token_ids else {}
+        self._body |= fields or {}
 
     async def ask(self, what: str, prompt: Sequence[int], tokens: int, begun: Begun | None = None) -> Answer:
         """Never raises for what a server does: a request that failed says why. `begun` hears of the first token."""

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,14 +28,16 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.bench.conversations import RECORDED_GOAL, SCRIPTS, Conversation, Message, Said, Script, Sizes, recorded
+from rekindle.bench.conversations import SCRIPTS, Message, Posted, Said, Script, Sizes
 from rekindle.bench.load import add_up
+from rekindle.bench.recorded import AGENTS, CHAT, conversation_of, read_session, session_file
 from rekindle.errors import BadConfig, RekindleError
 from rekindle.prompt import common_length
 
 START_SECONDS = 600  # a large model takes minutes to load
 LOG_LINES = 10_000  # of a server of our own that are kept
 ANSWER_SECONDS = 1800
+FIRST_TOKENS = ("content_block_delta", "response.output_item.added")  # events that begin answers in other dialects
 
 
 # -- the account ----------------------------------------------------------------------------------------------------
@@ -152,22 +155,21 @@ class Server:
         """It is another process's."""
 
     def ask(self, said: Said, max_tokens: int) -> Reply:
-        path, field = ("completions", "prompt") if isinstance(said, str) else ("chat/completions", "messages")
-        body = {
-            field: said,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-        }
+        posted = _posted(said)
+        limit = "max_output_tokens" if posted.path == "/v1/responses" else "max_tokens"
+        body = {**posted.body, limit: max_tokens, "temperature": 0, "stream": True, "return_token_ids": True}
+        if posted.path.endswith("completions"):
+            body["stream_options"] = {"include_usage": True}
         request = urllib.request.Request(
-            f"{self.url}/v1/{path}", json.dumps(body).encode(), self._headers, method="POST"
+            f"{self.url}{posted.path}", json.dumps(body).encode(), self._headers, method="POST"
         )
         began = time.monotonic()
         try:
             with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
                 return _read_reply(_events(response), began)
+        except urllib.error.HTTPError as error:
+            said_why = error.read().decode(errors="replace")[:500]
+            raise ReplayFailed(f"{self.url} refused a request: {error} {said_why}") from error
         except (OSError, http.client.HTTPException) as error:
             raise ReplayFailed(f"{self.url} did not answer: {error}") from error
 
@@ -252,6 +254,12 @@ def _listen(lines: Iterable[str], found: list[str], said: deque[str], ready: thr
     ready.set()
 
 
+def _posted(said: Said) -> Posted:
+    if isinstance(said, Posted):
+        return said
+    return Posted("/v1/completions", {"prompt": said}) if isinstance(said, str) else Posted(CHAT, {"messages": said})
+
+
 def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         data = line.strip().removeprefix(b"data: ")
@@ -266,20 +274,27 @@ def _read_reply(events: Iterable[dict[str, Any]], began: float) -> Reply:
     report: dict[str, Any] | None = None
     first_token = 0.0
     for event in events:
-        if "error" in event:
-            raise ReplayFailed(f"the server refused a request: {event['error'].get('message')}")
-        report = event.get("rekindle", report)
-        for choice in event["choices"]:
+        _raise_error(event)
+        report = event.get("rekindle", event.get("response", {}).get("rekindle", report))
+        for choice in event.get("choices", ()):
             prompt = choice.get("prompt_token_ids", prompt)
             answer += choice.get("token_ids") or []
             for name in ("content", "reasoning_content"):
                 if said := choice.get("delta", {}).get(name):
                     message[name] = message.get(name, "") + said
-        if answer and not first_token:
+        if not first_token and (answer or event.get("type") in FIRST_TOKENS):
             first_token = time.monotonic() - began
+    if report is not None and "prompt_token_ids" in report:  # where the dialect has no place of its own for them
+        prompt, answer = report["prompt_token_ids"], report["token_ids"]
     if prompt is None or report is None:
         raise ReplayFailed("the server does not say what it restored: no prompt_token_ids, or no rekindle object")
     return Reply(message, prompt, answer, report["restored"], report["computed"], report["miss"], first_token)
+
+
+def _raise_error(event: dict[str, Any]) -> None:
+    error = event.get("error") or event.get("response", {}).get("error")
+    if error:
+        raise ReplayFailed(f"the server refused a request: {error.get('message')}")
 
 
 # -- replaying ------------------------------------------------------------------------------------------------------
@@ -288,12 +303,13 @@ def _read_reply(events: Iterable[dict[str, Any]], began: float) -> Reply:
 def replay(
     server: Server,
     sizes: Sizes,
-    session: Sequence[list[Message]],
+    session: Sequence[Posted],
     only: Sequence[str] = (),
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Total]:
     """Every conversation, and where the server can be restarted, every one again with a restart in its middle."""
-    scripts = {**SCRIPTS, "recorded": Conversation(recorded(session), RECORDED_GOAL, len(session))}
+    agents = {name: conversation_of(read_session(session_file(file))) for name, file in AGENTS.items()}
+    scripts = {**SCRIPTS, "recorded": conversation_of(session), **agents}
     if unknown := set(only) - set(scripts):
         raise BadConfig(f"no conversation is called {', '.join(sorted(unknown))}; known are {', '.join(scripts)}")
     seen, totals = Seen(), list[Total]()

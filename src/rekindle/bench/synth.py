@@ -300,11 +300,11 @@ def _metadata(shape: Shape) -> Iterator[tuple[str, int, Any]]:
 
 
 def _tokenizer(shape: Shape) -> Iterator[tuple[str, int, Any]]:
-    """A byte-level vocabulary of the right size: 256 bytes, numbered fillers, the special tokens at their ids."""
+    """A byte-level vocabulary of the right size: 256 bytes, words without sense, the special tokens at their ids."""
     alphabet, specials = byte_alphabet(), shape.specials
     zero = chr(0x100)  # the character of byte 0
     tokens = [*alphabet, zero + zero]
-    tokens += [f"<filler {i}>" for i in range(len(tokens), shape.spec.vocab)]
+    tokens += [_word(i) for i in range(len(tokens), shape.spec.vocab)]
     kinds = [NORMAL_TOKEN] * len(tokens)
     for id, name in specials.items():
         tokens[id] = name
@@ -319,6 +319,18 @@ def _tokenizer(shape: Shape) -> Iterator[tuple[str, int, Any]]:
     yield "tokenizer.ggml.padding_token_id", UINT32, shape.first_special
     yield "tokenizer.ggml.add_bos_token", BOOL, False
     yield "tokenizer.chat_template", STRING, shape.template
+
+
+def _word(number: int) -> str:
+    """Another one for every number, of syllables, half of them behind a blank. A grammar walks the vocabulary as a
+    tree, so its words should part like those of a language."""
+    blank, number = "\u0120" * (number % 2), number // 2
+    syllables = [consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in "aeiou"]
+    word = ""
+    while number or not word:
+        number, digit = divmod(number, len(syllables))
+        word += syllables[digit]
+    return blank + word
 
 
 def byte_alphabet() -> list[str]:

@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rekindle.bench.conversations import Sizes, own_session, read_session
+from rekindle.bench.conversations import Sizes
+from rekindle.bench.recorded import OWN, read_session, session_file
 from rekindle.bench.replay import OwnServer, Row, Server, Total
 from rekindle.bench.replay import replay as run_replay
 
@@ -31,7 +32,7 @@ def replay(
     turns: Annotated[int, typer.Option(help="Requests per conversation.", min=5)] = 6,
     answer: Annotated[int, typer.Option(help="Tokens per answer.", min=1)] = 8,
     session: Annotated[
-        Path | None, typer.Option(help="A recorded session: JSON lines, one {messages: …} per request.")
+        Path | None, typer.Option(help="A recorded session: JSON lines, one request each (bench/sessions/README.md).")
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="This conversation only; may be given several times.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="REKINDLE_API_KEY", help="For the running server.")] = None,
@@ -41,7 +42,7 @@ def replay(
 
     A server it starts itself is also restarted in the middle of each conversation, on the same cache folder.
     """
-    requests = read_session(session or own_session())
+    requests = read_session(session or session_file(OWN))
     sizes = Sizes(turns=turns, answer=answer).scaled(scale)
     with _server(url, model, serve, api_key) as server:
         totals = run_replay(server, sizes, requests, only or (), _Printer().show)

@@ -10,8 +10,9 @@ from llguidance import regex_to_lark
 
 from rekindle.grammar.types import Grammar, GrammarKind
 
-# Blanks between the parts of a JSON text. With no end to them a small model writes them until its answer is full.
-BLANKS = r"[ \n\t]{1,20}"
+# Blanks between the parts of a JSON text: one, or a new line and its indentation. With no end to them a small model
+# writes them until its answer is full.
+BLANKS = r"\n[ \t]{0,40}|[ \t]"
 THINKING = "think[lazy]: /(?s:.*)<\\/think>/\nblank: /[ \\n]{0,4}/\n"
 
 

@@ -8,7 +8,8 @@ ChatML, conversation with a system message (| is a boundary):
 A boundary lies just behind the role-start token, before the role word. Every next message, whatever its role, and the
 generation prompt share the tokens up to there, so the state is of use to all of them; one token later it would not be.
 Where a family has another role-start token for each role, the boundary lies in front of it, for the same reason.
-The first role start of a prompt is no boundary: nothing worth keeping lies before it.
+The first role start of a prompt is no boundary: nothing worth keeping lies before it. A line of the system prompt that
+has a date begins at one: tomorrow's prompt parts from today's there.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Structure:
     system: int | None  # which of `starts` begins the first message behind system + tools
     tool_openers: tuple[int, ...] = ()  # indices of tokens that open tool calls
     marks: tuple[int, ...] = ()  # positions the client asked for
+    dated: tuple[int, ...] = ()  # positions before what changes with the clock
 
 
 def known_role_starts(tokenizer: Tokenizer) -> RoleStarts:
@@ -121,7 +123,7 @@ def with_boundaries(tokens: Sequence[int], structure: Structure, roles: RoleStar
             if 0 < position <= end:
                 kinds.setdefault(position, set()).add(kind)
 
-    add(messages, BoundaryKind.MESSAGE)
+    add([*messages, *structure.dated], BoundaryKind.MESSAGE)
     if structure.system is not None and 0 < structure.system < len(structure.starts):
         add([roles.boundary_at(structure.starts[structure.system])], BoundaryKind.SYSTEM)
     add(structure.marks, BoundaryKind.MARK)

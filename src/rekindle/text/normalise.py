@@ -1,7 +1,9 @@
-"""Lines that clients change on each call. They say nothing to the model and would end every shared prefix."""
+"""Lines that clients change: those of every call say nothing to the model, and would end every shared prefix; before
+those that change with the clock a snapshot is worth its place."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +36,18 @@ def normalise_messages(
             continue
         normalised.append(dict(message) if kept is content else {**message, "content": kept})
     return normalised
+
+
+LEAST_BEFORE_DATE = 256  # tokens: to compute fewer again costs less than to keep them
+# A short line with a day or a time. Tools are lines of JSON, whose examples have dates too.
+_DATE = r"\b(?:20\d\d-\d\d-\d\d|\d{1,2},? 20\d\d|\d{1,2}:\d\d)\b"
+_DATED = re.compile(rf"^(?!\s*\{{)(?=.{{1,160}}$).*{_DATE}", re.MULTILINE)
+
+
+def dated_line(text: str) -> list[int]:
+    """Where the first line of a system prompt begins that changes with the clock; none where there is none."""
+    found = _DATED.search(text)
+    return [] if found is None else [found.start()]
 
 
 def sorted_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:

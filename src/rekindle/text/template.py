@@ -22,6 +22,7 @@ from rekindle.text.boundaries import (
 from rekindle.text.history import Recalled, Recollection, TurnMemory
 from rekindle.text.late_system import LateSystem
 from rekindle.text.messages import readable, with_joined_parts
+from rekindle.text.normalise import LEAST_BEFORE_DATE, dated_line
 from rekindle.text.pieces import UNLIMITED
 from rekindle.text.sandbox import Template, TemplateRefuses, TemplateStopped
 from rekindle.text.sentinels import (
@@ -124,6 +125,7 @@ class ChatTemplate:
             system=self._count_system_starts(request, text),
             tool_openers=tuple(assembly.openers),
             marks=tuple(assembly.marks),
+            dated=tuple(assembly.dated),
         )
         return with_boundaries(assembly.tokens, structure, self.role_starts, self._tokenizer)
 
@@ -213,17 +215,20 @@ class ChatTemplate:
         limit: int,
     ) -> _Assembly:
         """The tokens. `is_asking`: the last turn is the generation prompt, for which no written ids exist."""
-        assembly = _Assembly([], [], [], [])
+        assembly = _Assembly([], [], [], [], [])
         tokens = assembly.tokens
         if self._tokenizer.add_bos and (stretches[0].text or stretches[0].special != self._tokenizer.bos_id):
             assert self._tokenizer.bos_id is not None, "add_bos without a bos"
             tokens.append(self._tokenizer.bos_id)
         recalled: dict[int, Recalled] = {}
-        mark_next = False
+        mark_next = in_system = False
         for i, stretch in enumerate(stretches):
             marks = [at for at, mark in stretch.found if mark == sentinels.here]
-            ids, positions = self._encode_marked(stretch.text, marks, recalled.get(i), limit - len(tokens))
-            assembly.marks.extend(len(tokens) + position for position in positions)
+            dated = dated_line(stretch.text) if in_system and not assembly.dated else []
+            ids, places = self._encode_marked(stretch.text, [*marks, *dated], recalled.get(i), limit - len(tokens))
+            positions = [len(tokens) + place for place in places]
+            assembly.marks.extend(positions[: len(marks)])
+            assembly.dated.extend(at for at in positions[len(marks) :] if at >= LEAST_BEFORE_DATE)
             tokens += ids
             mark_next |= any(mark == sentinels.next for _, mark in stretch.found)
             if stretch.special is None:
@@ -233,6 +238,7 @@ class ChatTemplate:
                 if mark_next:
                     assembly.marks.append(self.role_starts.boundary_at(len(tokens)))
                 mark_next = False
+                in_system = not assembly.starts and stretches[i + 1].text.startswith(SYSTEM_ROLES)
                 assembly.starts.append(len(tokens))
             elif stretch.special in self._openers and (len(stretch.text), sentinels.written) not in stretch.found:
                 assembly.openers.append(len(tokens))
@@ -402,6 +408,7 @@ class _Assembly:
     starts: list[int]  # indices of role starts
     openers: list[int]  # indices of tool openers the template wrote
     marks: list[int]  # positions
+    dated: list[int]  # of the line with a date in the system prompt: at most one
 
 
 def _take_out(text: str, sentinels: Sentinels) -> tuple[str, list[tuple[int, str]]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rekindle.text import Detokenizer, Tokenizer
 from rekindle.text.parsing import Answer, AnswerParser, CallArguments, CallBegun, Content, Event, Tool
 
 WEATHER = Tool(
@@ -76,6 +78,32 @@ def test_a_call_is_found_wherever_the_text_is_cut(text: str) -> None:
     for at in range(len(text) + 1):
         assert simple(parse([text[:at], text[at:]])[0]) == ("", "", [ROME]), f"cut at {at}"
     assert simple(parse(text)[0]) == ("", "", [ROME])
+
+
+class Bytes:
+    """A tokenizer whose tokens are these pieces."""
+
+    control_ids: frozenset[int] = frozenset()
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.token_bytes = pieces.__getitem__
+        self.tokens = range(len(pieces))
+
+
+def texts_of(*pieces: bytes) -> list[str]:
+    """As answers reach the parser: through the detokenizer, which holds back halves of characters."""
+    tokenizer = Bytes(*pieces)
+    detokenizer = Detokenizer(cast(Tokenizer, tokenizer))
+    return [*map(detokenizer.push, tokenizer.tokens), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("text", CALLS.values(), ids=CALLS.keys())
+def test_a_call_is_found_wherever_its_bytes_are_cut(text: str) -> None:
+    whole = text.replace("Rome", "Zürich 東京 🏔").encode()
+    expected = ("", "", [("get_weather", {"city": "Zürich 東京 🏔", "days": 3})])
+    for at in range(len(whole) + 1):
+        assert simple(parse(texts_of(whole[:at], whole[at:]))[0]) == expected, f"cut at byte {at}"
+    assert simple(parse(texts_of(*(bytes([byte]) for byte in whole)))[0]) == expected
 
 
 @pytest.mark.parametrize("text", [text for name, text in CALLS.items() if "bare" not in name])
@@ -261,6 +289,9 @@ def test_the_arguments_of_the_only_tool_are_a_call() -> None:
         ("I see.\n</think>\n\nIt is red.", True, "I see.", "It is red."),
         ("<think>\nI see.\n</think>\n\nIt is red.", False, "I see.", "It is red."),
         ("\n</think>\n\nIt is red.", True, "", "It is red."),
+        ("<|channel>thought\nI see.\n<channel|>It is red.", False, "I see.", "It is red."),
+        ("<|channel>thought\n<channel|>It is red.", False, "", "It is red."),
+        ("<|channel>think of it", False, "", "<|channel>think of it"),
         ("I see, cut off", True, "I see, cut off", ""),
         ("No thought, a </think> in text", False, "", "No thought, a </think> in text"),
         ("a < b </thin k>\n</think>x", True, "a < b </thin k>", "x"),

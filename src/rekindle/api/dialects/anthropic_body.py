@@ -170,6 +170,7 @@ class PromptBody(Body):
 class MessagesBody(PromptBody):
     max_tokens: int = Field(ge=0, le=LARGEST)
     stream: bool | None = None
+    return_token_ids: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=LARGEST)

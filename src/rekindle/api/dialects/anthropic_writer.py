@@ -137,6 +137,7 @@ class MessagesWriter:
         self._generation = generation
         self._choice = generation.choices[0]
         self._hides = body.hides_thinking
+        self._ids = bool(body.return_token_ids)
         self._is_long = body.conversation.keep_seconds > 300
         self._patience = settings.heartbeat_seconds
         self._model = body.model or settings.models[0]
@@ -218,4 +219,4 @@ class MessagesWriter:
         }
 
     def _report(self) -> Json:
-        return {"rekindle": self._generation.report(self._ignored)}
+        return {"rekindle": self._generation.report(self._ignored, self._ids)}

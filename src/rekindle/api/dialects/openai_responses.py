@@ -84,6 +84,7 @@ class ResponsesBody(Body):
     input: Any = None
     instructions: str | None = None
     stream: bool | None = None
+    return_token_ids: bool | None = None
     max_output_tokens: AnswerLimit | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -241,7 +242,8 @@ class ResponsesWriter:
         status = _status(self._choice.result.reason)
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         response = self._response(status, incomplete_details=details, usage=self._usage())
-        return response | {"completed_at": int(time.time()), "rekindle": self._generation.report(self._ignored)}
+        report = self._generation.report(self._ignored, bool(self._body.return_token_ids))
+        return response | {"completed_at": int(time.time()), "rekindle": report}
 
     def _usage(self) -> Json:
         usage = self._generation.usage()

@@ -9,6 +9,7 @@ from rekindle.text.parsing.reader import SPACE, Reader, Steps, overlap
 from rekindle.text.parsing.types import CallBroken, Content, Event, NotACall, Reasoning, Tool
 
 THINK, END_THINK = "<think>", "</think>"
+OPENINGS = {THINK: END_THINK, "<|channel>thought": "<channel|>"}  # what ends reasoning by what opens it; Gemma's second
 
 
 class AnswerParser:
@@ -58,35 +59,35 @@ class AnswerParser:
 
     def _answer(self, thinking: bool) -> Steps[None]:
         yield
-        if not thinking:
-            thinking = yield from self._opens_thinking()
-        if thinking:
+        end = END_THINK if thinking else (yield from self._opens_thinking())
+        if end is not None:
             self.is_thinking = True
-            yield from self._reasoning()
+            yield from self._reasoning(end)
         yield from self._content()
 
-    def _opens_thinking(self) -> Steps[bool]:
-        """Whether the answer itself begins with <think>, maybe after blanks."""
+    def _opens_thinking(self) -> Steps[str | None]:
+        """What ends the reasoning where the answer itself begins with some, maybe after blanks."""
         while True:
             begins = self._reader.rest.lstrip(SPACE)
-            if begins.startswith(THINK):
-                self._reader.take(len(self._reader.rest) - len(begins) + len(THINK))
-                return True
-            if not THINK.startswith(begins) or not (yield from self._reader.more()):
-                return False
+            opening = next((each for each in OPENINGS if begins.startswith(each)), None)
+            if opening is not None:
+                self._reader.take(len(self._reader.rest) - len(begins) + len(opening))
+                return OPENINGS[opening]
+            if not any(each.startswith(begins) for each in OPENINGS) or not (yield from self._reader.more()):
+                return None
 
-    def _reasoning(self) -> Steps[None]:
+    def _reasoning(self, end: str) -> Steps[None]:
         """Blanks at both ends are not part of it: templates write their own."""
         yield from self._reader.skip_space()
         reader = self._reader
-        while (at := reader.rest.find(END_THINK)) < 0:
-            sure = reader.rest[: len(reader.rest) - overlap(reader.rest, (END_THINK,))].rstrip(SPACE)
+        while (at := reader.rest.find(end)) < 0:
+            sure = reader.rest[: len(reader.rest) - overlap(reader.rest, (end,))].rstrip(SPACE)
             self._emit_reasoning(reader.take(len(sure)))
             if not (yield from reader.more()):
                 self._emit_reasoning(reader.take(len(reader.rest)).rstrip(SPACE))
                 return
         self._emit_reasoning(reader.take(at).rstrip(SPACE))
-        reader.take(len(END_THINK))
+        reader.take(len(end))
         self.is_thinking = False
         yield from reader.skip_space()
 
