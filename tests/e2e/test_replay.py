@@ -51,8 +51,6 @@ def test_computed_tokens_are_those_never_seen_before_also_across_restarts(golden
         golden / "tiny-qwen35-Q4_K_M.gguf",
         "--turns",
         "5",
-        "--scale",
-        "0.5",
         "--serve",
         "--threads 1",
         "--check",
