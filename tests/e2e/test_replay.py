@@ -81,8 +81,8 @@ def test_recorded_agents_cost_what_is_new_in_their_own_dialects_also_across_rest
     assert [c["conversation"] for c in conversations] == 2 * list(AGENTS)
     for conversation in conversations:
         assert conversation["ratio"] <= conversation["goal"] == 1.05
-        assert all(turn["ram"] + turn["disk"] > 0 for turn in conversation["turns"][2:])
-    assert all(c["disk"] > 0 for c in conversations if c["restart"])
+        assert all(sum(turn["restored"].values()) > 0 for turn in conversation["turns"][2:])
+    assert all(c["restored"]["disk"] > 0 for c in conversations if c["restart"])
 
 
 def test_a_running_server_is_replayed_without_restarts_and_its_cache_can_be_kept(
