@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from rekindle.batch import Ask, Batch, Wanted
-from rekindle.bench.synth import shape_names, write_synthetic
+from rekindle.bench.synth import SHAPES, write_synthetic
 from rekindle.build.drafts import load_drafter
 from rekindle.build.stage import StageConfig, load_stage
 from rekindle.engine.drafting import NO_DRAFTS, Drafts
@@ -214,7 +214,7 @@ def end(engine: Engine) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen3.6-27b", choices=shape_names())
+    parser.add_argument("--shape", default="qwen3.6-27b", choices=tuple(SHAPES))
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--accept", type=float, nargs="+", default=[0, 4, 5.5, 8])
     parser.add_argument("--tokens", type=int, default=512)
