@@ -3,6 +3,7 @@
 from rekindle.experts.cost import CostModel
 from rekindle.experts.counts import CountsFile, RoutingCounts
 from rekindle.experts.expert_set import ExpertSet, Way
+from rekindle.experts.lending import Unit, units_of
 from rekindle.experts.routed import RoutedFfn, SpanExperts, load_routed_ffn
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "RoutedFfn",
     "RoutingCounts",
     "SpanExperts",
+    "Unit",
     "Way",
     "load_routed_ffn",
+    "units_of",
 ]

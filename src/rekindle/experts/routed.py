@@ -18,6 +18,7 @@ from rekindle.experts.probe import measure_costs, measure_takes
 from rekindle.experts.residency import Residency
 from rekindle.experts.staging import Staging
 from rekindle.experts.stored import StoredExperts, stored_experts
+from rekindle.kernels.device_memory import DeviceMemory
 from rekindle.kernels.matmul import Lanes, Matrix, make_matrix, stays_quantised
 from rekindle.kernels.moe import ExpertStack, SharedExpert, make_router, make_stack, moe, route
 from rekindle.weights import WeightFile
@@ -60,18 +61,26 @@ class RoutedFfn:
 class SpanExperts:
     """What placement decided for the layers of a span, and what its layers share."""
 
-    hot: Sequence[Sequence[int]]  # expert ids per layer of the span
+    hot: Sequence[Sequence[int]]  # expert ids per layer of the span, most used first
     cache_slots: Sequence[int]  # of the expert cache, per layer of the span
     counts: RoutingCounts
     cost: CostModel | None = None  # measured at the first layer if left out
     keep: int = 0  # expanded experts that the CPU keeps per layer
     use_cpu: bool = True  # CPU threads may take a share of a step
+    lendable: Sequence[int] = ()  # of the hot experts of every layer, the last ones, whose slots may be lent; () : none
+    memory: DeviceMemory | None = None  # that the slots of such layers are cut from
     _staging: dict[object, Staging] = field(default_factory=dict)
     _cpu_experts: CpuExperts | None = None
     _measured: bool = False  # a layer has measured whether CPU threads gain anything
 
     def has_cold(self, experts: int) -> bool:
         return any(len(hot) < experts for hot in self.hot)
+
+    def residency_of(self, place: int, experts: int, device: torch.device) -> Residency:
+        """Of the layer at `place` in the span."""
+        hot, lendable = self.hot[place], self.lendable[place] if self.lendable else 0
+        fixed = len(hot) - lendable
+        return Residency(hot[:fixed], self.cache_slots[place] + lendable, experts, device, hot[fixed:])
 
     def staging_like(self, stored: StoredExperts) -> Staging | None:
         return self._staging.get(_kind(stored))
@@ -106,6 +115,7 @@ class SpanExperts:
             weights.cpu_experts = None
             return False
         cpu_experts.takes.copy_(torch.tensor(takes))
+        cpu_experts.link_share = 1 - takes[-1] / (len(takes) - 1)
         return True
 
 
@@ -161,18 +171,18 @@ def make_expert_set(
     device: torch.device,
     dtype: torch.dtype,
 ) -> ExpertSet:
-    residency = Residency(plan.hot[place], plan.cache_slots[place], stored.count, device)
+    residency = plan.residency_of(place, stored.count, device)
     weights: DenseWeights | PackedWeights | LaneWeights
     if isinstance(router, Lanes):
-        weights = LaneWeights(stored, residency, dtype)
+        weights = LaneWeights(stored, residency, dtype, plan.memory)
     elif all(stays_quantised(part.type, device) for part in stored.parts):
-        weights = PackedWeights(stored, residency, device, plan.staging_like(stored), plan.keep)
+        weights = PackedWeights(stored, residency, device, plan.staging_like(stored), plan.keep, plan.memory)
         plan.keep_staging(stored, weights.staging)
         plan.cost = plan.cost or measure_costs(weights, residency, router.shape[1], dtype)
         x = torch.randn(1, router.shape[1], device=device).to(dtype)
         plan.attach_cpu_experts(weights, used, stored.parts[0].shape[1], x)
     else:
-        weights = DenseWeights(stored, residency, device, dtype, plan.keep)
+        weights = DenseWeights(stored, residency, device, dtype, plan.keep, plan.memory)
     return ExpertSet(router, used, weights, residency, shared, plan.cost or CostModel.same_memory(), counter)
 
 
