@@ -16,7 +16,6 @@ from rekindle.experts import CostModel, ExpertSet, RoutingCounts, SpanExperts, U
 from rekindle.kernels.device_memory import DeviceMemory, PagePlaces
 from rekindle.layers import load_span
 from rekindle.layers.base import page_shapes
-from rekindle.spec import PAGE
 from rekindle.stages import LocalStage, trader
 
 LAYERS, EXPERTS, USED = 8, 8, 2  # of the tiny model
@@ -33,8 +32,7 @@ def shared_stage(
     """A stage whose layers have `hot` hot experts, the slots of the last `lendable` of which can be lent."""
     file = tiny.open()
     shapes = page_shapes(file.spec, file.spec.whole, "f32")
-    shape = next(iter(shapes.values()))
-    page_bytes = 2 * PAGE * shape.kv_heads * shape.row * shape.dtype.itemsize
+    page_bytes = next(iter(shapes.values())).page_bytes
     memory = DeviceMemory(PagePlaces(page_bytes, len(shapes), places + 1), 1 << 24, CPU)
     counts = RoutingCounts(LAYERS, EXPERTS)
     hots = [list(range(hot))] * LAYERS
@@ -111,8 +109,8 @@ Move = tuple[str, int, int]  # what, for which sequence, how much
 
 @st.composite
 def lives(draw: Any) -> list[Move]:
-    kinds = st.sampled_from(["run", "run", "run", "lend", "lend", "restore", "rewind", "close", "swap"])
-    return draw(st.lists(st.tuples(kinds, st.integers(0, 2), st.integers(1, 160)), min_size=4, max_size=24))
+    kinds = st.sampled_from(["run", "run", "run", "run", "lend", "lend", "restore", "rewind", "close", "swap"])
+    return draw(st.lists(st.tuples(kinds, st.integers(0, 2), st.integers(1, 160)), min_size=8, max_size=30))
 
 
 class Life:
@@ -170,7 +168,7 @@ class Life:
 
 @pytest.fixture(scope="module", params=[BRING, ON_HOST], ids=["by the cache", "on the host"])
 def pair(request: Any, tiny: Any) -> list[LocalStage]:
-    stage = shared_stage(tiny, places=15, host_pages=15, cost=request.param)
+    stage = shared_stage(tiny, places=8, host_pages=22, cost=request.param)
     stage._trade._trader = Whims()  # type: ignore[union-attr,assignment]
     return [stage, tiny.stage(slots=3, pages=30)]
 

@@ -48,7 +48,7 @@ def _units_of(experts: ExpertSet, memory: DeviceMemory) -> list[Unit]:
     if not lendable:
         return []
     sizes, first = [plane[0].nbytes for plane in planes], experts.residency.slots - lendable
-    each = slots_per_unit(sizes, memory.pages.place_bytes, min(MOST_SLOTS, lendable))
+    each = slots_per_unit(sizes, lendable, memory.pages.place_bytes, MOST_SLOTS)
     units = list[Unit]()
     for stop in range(lendable, each - 1, -each):
         slots = range(stop - each, stop)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
 NEVER = 1 << 62  # the step of the last use of a slot that no newcomer gets
 
 
@@ -39,8 +38,9 @@ class Residency:
         self.owner = torch.full((cache_slots,), -1, dtype=torch.int32)  # cache slot -> expert or -1
         self.owner[self.kept :] = torch.tensor(pinned, dtype=torch.int32)
         self.owner = self.owner.to(device)
-        self.used_at = torch.zeros(cache_slots, dtype=torch.int64, device=device)  # step of the last use
+        self.used_at = torch.zeros(cache_slots, dtype=torch.int64)  # step of the last use
         self.used_at[self.kept :] = NEVER
+        self.used_at = self.used_at.to(device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)  # 32 bits would be full after a month
 
     @property
@@ -88,7 +88,6 @@ class Residency:
         missing = torch.tensor(list(dict.fromkeys(flat[self.table[flat] < 0].tolist())), dtype=torch.long)
         turn = (torch.arange(len(missing), device=ids.device) + self.step) % max(1, len(missing))
         missing = missing[turn >= (0 if takes is None else takes[len(missing)])]
-        slots = torch.arange(self.cache_slots, device=ids.device)
         age = torch.where(hit, self.step, self.used_at)
         oldest = torch.argsort(age, stable=True)[: len(missing)]  # never a hit: those were used in this very step
         load = torch.full_like(self.owner, -1)
@@ -163,7 +162,9 @@ class Residency:
         self.table.masked_fill_((everyone[:, None] == self.owner[None, at]).any(1), -1)
         self.owner[at] = comes
         first = len(self.hot) + at.start
-        self.table.index_copy_(0, comes.long(), torch.arange(first, first + len(experts), dtype=torch.int32, device=device))
+        self.table.index_copy_(
+            0, comes.long(), torch.arange(first, first + len(experts), dtype=torch.int32, device=device)
+        )
         self.pinned[slots.start : slots.stop] = experts
         load = torch.full_like(self.owner, -1)
         load[at] = comes

@@ -37,7 +37,7 @@ class DeviceMemory:
         own = pages.count * pages.place_bytes
         nbytes = -(-(own + slot_bytes) // pages.page_bytes) * pages.page_bytes
         self.run = zeros((nbytes,), torch.uint8, device)
-        self._taken = own
+        self._first, self._end = own, nbytes  # of what is not taken yet
 
     def view_pages(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """The whole run as pages of this shape, once per layer: page n of layer i is page n + i of the run."""
@@ -46,20 +46,26 @@ class DeviceMemory:
         return [run[layer:] for layer in range(self.pages.layers)]
 
     def take_slots(self, slots: int, lendable: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros [slots, …], of which the last `lendable` may be lent. From the run if these hold a place, and while it
-        lasts; memory of its own otherwise."""
+        """Zeros [slots, …], of which the last `lendable` may be lent; what of them is too small for a place comes from
+        the end. Memory of its own once the run is used up."""
         size = prod(shape) * dtype.itemsize
-        start = self._start_of(slots, lendable, size)
-        if lendable * size < self.pages.place_bytes or start + slots * size > len(self.run):
+        start = (self._end - slots * size) // EDGE * EDGE
+        if lendable * size >= self.pages.place_bytes:
+            start = self._before_an_edge((slots - lendable) * size)
+        stop = start + slots * size
+        if start < self._first or stop > self._end:
             return zeros((slots, *shape), dtype, self.device)
-        self._taken = start + slots * size
-        return self.run[start : self._taken].view(dtype).view(slots, *shape)
+        if lendable * size >= self.pages.place_bytes:
+            self._first = stop
+        else:
+            self._end = start
+        return self.run[start:stop].view(dtype).view(slots, *shape)
 
-    def _start_of(self, slots: int, lendable: int, size: int) -> int:
-        """The first byte on an EDGE from which on the lendable slots begin on the edge of a page, if they can."""
-        ahead, page = (slots - lendable) * size, self.pages.page_bytes
-        start = -(-(self._taken + ahead) // page) * page - ahead
-        return start if start % EDGE == 0 else -(-self._taken // EDGE) * EDGE
+    def _before_an_edge(self, ahead: int) -> int:
+        """Where `ahead` bytes begin after which the edge of a page comes, or where they can begin at all."""
+        page = self.pages.page_bytes
+        start = -(-(self._first + ahead) // page) * page - ahead
+        return start if start % EDGE == 0 else -(-self._first // EDGE) * EDGE
 
     def places_in(self, slots: Tensor) -> list[int]:
         """The numbers of the places that fit into the memory of these slots [n, …], which lie side by side. None where
@@ -71,15 +77,15 @@ class DeviceMemory:
         return list(range(number, end - self.pages.layers + 1, self.pages.layers))
 
 
-def places_per_unit(planes: Sequence[int], slots: int, place_bytes: int) -> int:
-    """Places that `slots` slots hold whose planes have so many bytes each."""
-    return sum(slots * size // place_bytes for size in planes)
+def slots_per_unit(planes: Sequence[int], lendable: int, place_bytes: int, most: int) -> int:
+    """How many of a layer's lendable slots change hands together, whose planes have so many bytes each: up to `most`,
+    so that all units together hold the most places, in the fewest slots; of equals the smallest."""
 
+    def worth(slots: int) -> tuple[int, int, int]:
+        units = lendable // slots
+        return units * sum(slots * size // place_bytes for size in planes), -units * slots, -slots
 
-def slots_per_unit(planes: Sequence[int], place_bytes: int, most: int) -> int:
-    """How many slots change hands together: up to `most`, those that waste least; of equals the fewest."""
-    shares = {slots: places_per_unit(planes, slots, place_bytes) / slots for slots in range(1, most + 1)}
-    return max(shares, key=lambda slots: (shares[slots], -slots))
+    return max(range(1, min(most, lendable) + 1), key=worth)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

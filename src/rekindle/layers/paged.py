@@ -40,6 +40,10 @@ class PageShape:
     row: int
     dtype: torch.dtype
 
+    @property
+    def page_bytes(self) -> int:
+        return 2 * PAGE * self.kv_heads * self.row * self.dtype.itemsize
+
 
 class PageGroup:
     """Layers that share a pool."""

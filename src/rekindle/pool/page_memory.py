@@ -190,4 +190,3 @@ class PageMemory:
             for i, layer in enumerate(self.kv):
                 layer[places[: len(group)]] = arrived[:, i]
             places = places[len(group) :]
-

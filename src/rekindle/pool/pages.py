@@ -411,7 +411,7 @@ class PagePool(PageMemory):
         assert sorted(places + self._free) == known, "a place is lost or given twice"
         assert len(known) == self.places, f"{len(known)} places are known, {self.places} are counted"
         away = len(holders) - len(places)
-        most = max(0, self.total - self.places)
+        most = self.total - len(self._first_places)
         assert away <= most, f"{away} pages are away, {most} may be"
         live = {page.copies[0] for page in holders if page.copies}
         assert live == self._live.keys(), "a page is known by copies that no table holds"

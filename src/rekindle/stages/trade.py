@@ -1,8 +1,8 @@
 """One budget for experts and KV: before a forward, memory goes where the next byte saves the most time.
 
-To lend a unit moves no byte: the experts in it are in host memory too. When it comes back, pages that lie in it move or
-leave, and experts come for it, on the stream of the layers, a unit or so per step. Steps that are recorded find pages by
-number and experts by table, both on the device, so they go on.
+To lend a unit moves no byte: the experts in it are in host memory too. When it comes back, pages that lie in it move
+or leave, and experts come for it, on the stream of the layers, a unit or so per step. Steps that are recorded find
+pages by number and experts by table, both on the device, so they go on.
 """
 
 from __future__ import annotations
