@@ -184,6 +184,27 @@ def test_memory_that_changes_hands_at_any_moment_changes_no_bit(pair: list[Local
         check(pair[0])
 
 
+def test_open_pages_move_and_sealed_ones_leave_when_their_places_go_back(pair: list[LocalStage]) -> None:
+    life, stage = Life(pair), pair[0]
+    for slot in range(3):
+        life.close(slot, 0)
+    life.lend(0, len(units_of(stage)))
+    for slot in range(3):
+        for _ in range(4):
+            life.run(slot, 150)
+    lent = set(stage.pool._lent)
+    opened = [table.pages[-1].place in lent for table in stage._tables]
+    sealed = [page for table in stage._tables for page in table.pages[: table.sealed] if page.place in lent]
+    assert any(opened)
+    assert len(sealed) > stage.pool.places - len(lent), "more than there is room for"
+    life.lend(0, 0)
+    for slot in range(3):
+        life.run(slot, 1)
+    check(stage)
+    assert not stage.pool._lent
+    assert stage.pool.away > 0
+
+
 def test_a_conversation_grows_into_the_experts_and_they_come_back_when_it_ends(tiny: Any) -> None:
     stage, plain = shared_stage(tiny), tiny.stage(slots=3, pages=64)
     assert torch.equal(feed(stage, 0, 0, 1000), feed(plain, 0, 0, 1000))
