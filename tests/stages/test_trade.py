@@ -16,6 +16,8 @@ from rekindle.experts import CostModel, ExpertSet, RoutingCounts, SpanExperts, U
 from rekindle.kernels.device_memory import DeviceMemory, PagePlaces
 from rekindle.layers import load_span
 from rekindle.layers.base import page_shapes
+from rekindle.pool.page_addresses import PageAddresses
+from rekindle.snapshots.types import Page
 from rekindle.stages import LocalStage, trader
 
 LAYERS, EXPERTS, USED = 8, 8, 2  # of the tiny model
@@ -185,6 +187,18 @@ def test_memory_that_changes_hands_at_any_moment_changes_no_bit(pair: list[Local
 
 
 def test_open_pages_move_and_sealed_ones_leave_when_their_places_go_back(pair: list[LocalStage]) -> None:
+    grow_and_go_back(pair)
+
+
+def test_so_they_do_where_the_device_finds_every_page_by_its_address(tiny: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Page, "pinned", True)
+    stage = shared_stage(tiny, places=8, host_pages=22)
+    stage.pool.addresses = PageAddresses(stage.pool.kv, stage.pool.total, stage.pool.total)
+    stage._trade._trader = Whims()  # type: ignore[union-attr,assignment]
+    grow_and_go_back([stage, tiny.stage(slots=3, pages=30)])
+
+
+def grow_and_go_back(pair: list[LocalStage]) -> None:
     life, stage = Life(pair), pair[0]
     for slot in range(3):
         life.close(slot, 0)
