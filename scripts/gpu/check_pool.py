@@ -1,9 +1,10 @@
 """Check, then time, the KV pool on a GPU: PYTHONPATH=src python3 scripts/gpu/check_pool.py
 
 Reading a pool smaller than the sequence against one that holds it all: a tiny model in a stage whose copies are held
-up; the same with a pool that is lent expert slots and gives them back while steps are recorded; then both modes, paging and snapshots included, with hand-made queries and keys; then what streaming costs at the
-attention shape of the 27B model. The table comes last. Exit code 1: a check failed. --stage stops after the tiny models;
---device cpu does too, and tries that part of this script.
+up; the same with a pool that is lent expert slots and gives them back while steps are recorded; then both modes, paging
+and snapshots included, with hand-made queries and keys; then what streaming costs at the attention shape of the 27B
+model. The table comes last. Exit code 1: a check failed. --stage stops after the tiny models; --device cpu does too,
+and tries that part of this script.
 """
 
 from __future__ import annotations
@@ -229,8 +230,8 @@ def check_trade(device: torch.device) -> bool:
     off = float((got - truth).abs().max() / truth.abs().max())
     moves, steps = traded._trade.moves, traded.work()
     good = off <= NEAR and min(moves.values()) > 0 and (device.type == "cpu" or steps["step:recorded"] > decode // 2)
-    print(f"{'ok ' if good else 'BAD'} memory that changes hands: off by {off:.4f}, bound {NEAR}; places {dict(moves)}, "
-          f"{steps['step:recorded']} steps recorded")  # fmt: skip
+    print(f"{'ok ' if good else 'BAD'} memory that changes hands: off by {off:.4f}, bound {NEAR}")
+    print(f"    places {dict(moves)}, {steps['step:recorded']} steps recorded", flush=True)
     traded.check()
     for ffn in traded.model.routed:
         if isinstance(ffn, ExpertSet):

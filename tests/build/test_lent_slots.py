@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +10,8 @@ import torch
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.synth import write_synthetic
-from rekindle.build.sizes import loaded_sizes
 from rekindle.build.stage import StageConfig, load_stage, stage_configs
-from rekindle.errors import DoesNotFit
-from rekindle.placement import Device, Machine, Plan, Wishes, make_plan
+from rekindle.placement import Device, Machine, Plan, Wishes, known_shapes, make_plan, show_plan
 from rekindle.stages import LocalStage
 from rekindle.weights import WeightFile, open_weights
 
@@ -65,25 +62,40 @@ def test_the_shared_memory_takes_all_slots_of_the_layers_that_lend(file: WeightF
             assert first <= plane.data_ptr() < end
 
 
-def plan_of(file: WeightFile, budget: int, **wishes: object) -> Plan:
-    machine = Machine((Device("cuda:0", "cuda", budget),), 1 << 34)
-    given = {"context": 65_536, "sequences": 2, "chunk": 64, "kv_type": "f32", "expert_cache_share": 0.25, **wishes}
-    return make_plan(machine, file.spec, loaded_sizes(file, torch.float32), Wishes(**given))  # type: ignore[arg-type]
+def test_layers_whose_cache_is_too_small_for_a_row_keep_slots_for_one(file: WeightFile) -> None:
+    """Also where all of a layer's experts are hot."""
+    layers, experts, used = file.spec.layers, file.spec.ffn.experts, file.spec.ffn.used
+    hot = (tuple(range(experts)), *((tuple(range(experts - 1)),) * (layers - 1)))
+    cached = (0, *(1,) * (layers - 1))
+    lends = load_stage(file, config_of(file, hot=hot, cache_slots=cached, lendable=(4,) * layers))
+    assert [ffn.residency.kept for ffn in lends.model.routed] == [used] * layers  # type: ignore[union-attr]
+    assert torch.equal(logits(lends), logits(load_stage(file, config_of(file))))
+    lends.check()
 
 
-def test_a_pool_that_was_asked_for_is_never_traded(file: WeightFile) -> None:
-    budget = next(b for b in range(300 << 20, 500 << 20, 1 << 20) if _has_cold(file, b))
-    (free,), (asked,) = (plan_of(file, budget, pool=pool).stages for pool in (None, 8192))
-    (config,) = stage_configs(plan_of(file, budget), "float32")
-    assert any(free.lendable)
-    assert config.lendable == free.lendable
-    assert not asked.lendable
-    assert asked.pool_tokens == 8192
-    assert not plan_of(file, budget, kv_mode="sparse").stages[0].lendable
+def plan_of(pool: int | None, mode: str = "exact", ram: int = 1 << 36) -> Plan:
+    spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
+    machine = Machine((Device("cuda:0", "cuda", int(22.1 * (1 << 30))),), ram)
+    wishes = Wishes(131_072, sequences=2, chunk=2048, pool=pool, kv_mode=mode, cache_ram=None)
+    return make_plan(machine, spec, sizes, wishes)
 
 
-def _has_cold(file: WeightFile, budget: int) -> bool:
-    try:
-        return any(plan_of(file, budget).stages[0].lendable)
-    except DoesNotFit:
-        return False
+def test_a_pool_that_was_asked_for_and_a_sparse_one_are_never_traded() -> None:
+    free, asked, sparse = plan_of(None), plan_of(65_536), plan_of(None, "sparse")
+    (config,) = stage_configs(free, "bfloat16")
+    assert any(config.lendable)
+    assert config.lendable == free.stages[0].lendable
+    assert "gets the slots of up to" in show_plan(free)
+    for plan in (asked, sparse):
+        assert not plan.stages[0].lendable
+        assert "gets the slots" not in show_plan(plan)
+    assert asked.stages[0].pool_tokens == 65_536
+
+
+def test_snapshots_come_before_experts_that_lie_in_ram_only_to_be_lent() -> None:
+    """As many conversations fit whether slots can be lent or not."""
+    for gib in range(8, 24):
+        plan = plan_of(None, ram=gib << 30)
+        each = plan.snapshot_bytes.conversation(131_072)
+        assert not plan.stages[0].lendable or plan.snapshot_ram >= 2 * each
+    assert plan.stages[0].lendable, "and with more RAM slots can be lent"

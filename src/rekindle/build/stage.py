@@ -15,7 +15,7 @@ from rekindle.buffers import STOCK
 from rekindle.build.machine import device_of, torch_device
 from rekindle.build.sizes import loaded_sizes
 from rekindle.build.types import DTYPES, check_heads
-from rekindle.experts import RoutingCounts, SpanExperts
+from rekindle.experts import RoutingCounts, SpanExperts, kept_slots
 from rekindle.kernels.device_memory import DeviceMemory, PagePlaces
 from rekindle.layers import load_span
 from rekindle.layers.base import page_shapes
@@ -160,8 +160,17 @@ def _compile_job(file: WeightFile, config: StageConfig) -> CompileJob:
         dtype=config.dtype,
         slots=config.slots,
         kv=(config.kv_type, *kv_choice(config.kv_mode, config.kv_policy)),
-        cache_slots=[] if config.hot is None else list(zip_longest(config.cache_slots, config.lendable, fillvalue=0)),
+        cache_slots=[] if config.hot is None else _cache_sizes(config, file.spec.ffn.used),
     )
+
+
+def _cache_sizes(config: StageConfig, used: int) -> list[tuple[int, int]]:
+    """Per layer: slots of the expert cache that follow the routing, and that can be lent."""
+    found = list[tuple[int, int]]()
+    for cached, lendable in zip_longest(config.cache_slots, config.lendable, fillvalue=0):
+        kept = kept_slots(cached, lendable, used)
+        found.append((kept, cached + lendable - kept))
+    return found
 
 
 def _warm_up(stage: LocalStage, config: StageConfig) -> None:

@@ -57,6 +57,12 @@ class RoutedFfn:
         return moe(h, ids, weights, self.gate, self.up, self.down, self.shared)
 
 
+def kept_slots(cached: int, lendable: int, used: int) -> int:
+    """Slots of an expert cache that follow the routing. Where some can be lent a row must find room in the others, so
+    the first of them are not, if the cache is too small."""
+    return cached + min(lendable, max(0, used - cached))
+
+
 @dataclass
 class SpanExperts:
     """What placement decided for the layers of a span, and what its layers share."""
@@ -76,11 +82,15 @@ class SpanExperts:
     def has_cold(self, experts: int) -> bool:
         return any(len(hot) < experts for hot in self.hot)
 
-    def residency_of(self, place: int, experts: int, device: torch.device) -> Residency:
-        """Of the layer at `place` in the span."""
-        hot, lendable = self.hot[place], self.lendable[place] if self.lendable else 0
-        fixed = len(hot) - lendable
-        return Residency(hot[:fixed], self.cache_slots[place] + lendable, experts, device, hot[fixed:])
+    def fixed(self, place: int) -> int:
+        """Hot experts of the layer at `place` in the span that no other takes the place of but by a swap."""
+        return len(self.hot[place]) - (self.lendable[place] if self.lendable else 0)
+
+    def residency_of(self, place: int, experts: int, used: int, device: torch.device) -> Residency:
+        hot, fixed, cached = self.hot[place], self.fixed(place), self.cache_slots[place]
+        slots = cached + len(hot) - fixed
+        kept = kept_slots(cached, slots - cached, used)
+        return Residency(hot[:fixed], slots, experts, device, hot[len(hot) - (slots - kept) :])
 
     def staging_like(self, stored: StoredExperts) -> Staging | None:
         return self._staging.get(_kind(stored))
@@ -91,7 +101,8 @@ class SpanExperts:
     def attach_cpu_experts(self, weights: PackedWeights, used: int, width: int, x: torch.Tensor) -> None:
         """Give the layer the CPU threads of the span, if they can read its types; the first such layer starts them and
         measures, with x [1, hidden], which share of the missing experts they should take."""
-        pairs = max(self.cache_slots)
+        lendable = self.lendable or [0] * len(self.cache_slots)
+        pairs = max(kept_slots(*slots, used) for slots in zip(self.cache_slots, lendable, strict=True))
         if not self.use_cpu or pairs < used or not weights.cpu_reads_types:
             return
         if not self._measured:
@@ -153,7 +164,7 @@ def load_routed_ffn(
     counter = None
     if plan is not None and plan.has_cold(file.spec.ffn.experts):
         counter = LayerCounter(plan.counts, layer, device)
-        if len(plan.hot[place]) < file.spec.ffn.experts:
+        if plan.fixed(place) < file.spec.ffn.experts:
             stored = stored_experts(file, name)
             return make_expert_set(stored, plan, place, counter, router, used, shared, device, dtype)
     gate, up, down = stack("ffn_gate_exps"), stack("ffn_up_exps"), stack("ffn_down_exps")
@@ -171,7 +182,7 @@ def make_expert_set(
     device: torch.device,
     dtype: torch.dtype,
 ) -> ExpertSet:
-    residency = plan.residency_of(place, stored.count, device)
+    residency = plan.residency_of(place, stored.count, used, device)
     weights: DenseWeights | PackedWeights | LaneWeights
     if isinstance(router, Lanes):
         weights = LaneWeights(stored, residency, dtype, plan.memory)

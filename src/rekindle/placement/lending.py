@@ -22,13 +22,12 @@ def may_lend(wishes: Wishes, device: Device) -> bool:
 
 
 def lendable_slots(
-    wishes: Wishes, layers: Sequence[LayerSizes], hot: Sequence[int], cache: Sequence[int], used: int, page_bytes: int,
-    pages: int,
-) -> tuple[int, ...]:  # fmt: skip
-    """Per layer, so that one sequence at the context limit finds room beside a pool of `pages` pages. In layers whose
-    expert cache serves a row; the experts that one token uses stay."""
+    wishes: Wishes, layers: Sequence[LayerSizes], hot: Sequence[int], used: int, page_bytes: int, pages: int
+) -> tuple[int, ...]:
+    """Per layer, so that one sequence at the context limit finds room beside a pool of `pages` pages; the experts that
+    one token uses stay."""
     more = min(wishes.full_pages - pages, pages_for(wishes.context))
-    most = [max(0, n - used) if slots >= used else 0 for n, slots in zip(hot, cache, strict=True)]
+    most = [max(0, count - used) for count in hot]
     each = sum(layer.expert for layer, limit in zip(layers, most, strict=True) if limit)
     if more <= 0 or not each:
         return (0,) * len(most)

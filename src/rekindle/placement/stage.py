@@ -192,18 +192,16 @@ class StagePlanner:
             host_pages=0,
             page_bytes=stage.candidates.page_bytes,
             slabs=STOCK if stage.device.remote else 0,
-            lendable=self._lendable(stage, layers, hot, cache, allocation.pages) if cold and lends else (),
+            lendable=self._lendable(stage, layers, hot, allocation.pages) if cold and lends else (),
         )
 
     def _lendable(
-        self, stage: StageCandidate, layers: list[LayerSizes], hot: tuple[tuple[int, ...], ...], cache: tuple[int, ...],
-        pages: int,
-    ) -> tuple[int, ...]:  # fmt: skip
+        self, stage: StageCandidate, layers: list[LayerSizes], hot: tuple[tuple[int, ...], ...], pages: int
+    ) -> tuple[int, ...]:
         page_bytes = stage.candidates.page_bytes
         if not (may_lend(self.wishes, stage.device) and page_bytes):
             return ()
-        counts = list(map(len, hot))
-        lendable = lendable_slots(self.wishes, layers, counts, cache, self.spec.ffn.used, page_bytes, pages)
+        lendable = lendable_slots(self.wishes, layers, list(map(len, hot)), self.spec.ffn.used, page_bytes, pages)
         return lendable if any(lendable) else ()
 
     def _fixed(self, index: int, weights: SpanWeights) -> list[Item]:
