@@ -1,9 +1,10 @@
 """Check, then time, the KV pool on a GPU: PYTHONPATH=src python3 scripts/gpu/check_pool.py
 
 Reading a pool smaller than the sequence against one that holds it all: a tiny model in a stage whose copies are held
-up; then both modes, paging and snapshots included, with hand-made queries and keys; then what streaming costs at the
-attention shape of the 27B model. The table comes last. Exit code 1: a check failed. --stage stops after the tiny model;
---device cpu does too, and tries that part of this script.
+up; the same with a pool that is lent expert slots and gives them back while steps are recorded; then both modes, paging
+and snapshots included, with hand-made queries and keys; then what streaming costs at the attention shape of the 27B
+model. The table comes last. Exit code 1: a check failed. --stage stops after the tiny models; --device cpu does too,
+and tries that part of this script.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ import torch
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.synth import write_synthetic
+from rekindle.experts import ExpertSet, RoutingCounts, SpanExperts
 from rekindle.kernels.attention import store_kv
 from rekindle.kernels.attention.rows import KV_DTYPES, row_size
+from rekindle.kernels.device_memory import DeviceMemory, PagePlaces
 from rekindle.kernels.pinning import pin
 from rekindle.kernels.ragged import Ragged
 from rekindle.layers import load_span
+from rekindle.layers.base import page_shapes
 from rekindle.pool import KvMode, PagePool, PoolReader
 from rekindle.snapshots.slabs import Slabs
 from rekindle.spec import PAGE
@@ -190,6 +194,53 @@ def check_stage(device: torch.device) -> bool:
     return good
 
 
+class Whims:
+    """Lends all units for a few steps, then none for a few."""
+
+    def __init__(self, units: int) -> None:
+        self.units, self.asked = units, 0
+
+    def decide(self, *_: object) -> int:
+        self.asked += 1
+        return self.units if self.asked // 5 % 2 == 0 else self.units // 3 if self.asked % 2 else 0
+
+
+def check_trade(device: torch.device) -> bool:
+    """Memory changes hands every few steps, recorded or not; the answers are those of all hot and full KV."""
+    kind, dtype = ("f32", torch.float32) if device.type == "cpu" else ("bf16", torch.bfloat16)
+    with tempfile.TemporaryDirectory() as folder:
+        file = open_weights(write_synthetic(Path(folder) / "tiny-moe.gguf", "tiny-moe"))
+        spec = file.spec
+        shapes = page_shapes(spec, spec.whole, kind)
+        pages = PagePlaces(next(iter(shapes.values())).page_bytes, len(shapes), 5)
+        memory = DeviceMemory(pages, 1 << 26, device)
+        experts, used = spec.ffn.experts, spec.ffn.used
+        plan = SpanExperts(
+            [range(experts - used)] * spec.layers, [used] * spec.layers, RoutingCounts(spec.layers, experts),
+            lendable=[experts - 2 * used] * spec.layers, memory=memory,
+        )  # fmt: skip
+        cold = load_span(file, spec.whole, device, dtype, experts=plan)
+        full = load_span(file, spec.whole, device, dtype)
+    length, decode = 1024, 64
+    traded = LocalStage(cold, 1, 4, kind, 40, table_width=20, memory=memory)
+    plain = LocalStage(full, 1, 40, kind)
+    assert traded._trade is not None, "it shares memory"
+    traded._trade._trader = Whims(len(traded._trade._units))  # type: ignore[assignment]
+    got, truth = (torch.stack(run_stage(stage, length, decode)).float() for stage in (traded, plain))
+    off = float((got - truth).abs().max() / truth.abs().max())
+    moves, steps = traded._trade.moves, traded.work()
+    good = off <= NEAR and min(moves.values()) > 0 and (device.type == "cpu" or steps["step:recorded"] > decode // 2)
+    print(f"{'ok ' if good else 'BAD'} memory that changes hands: off by {off:.4f}, bound {NEAR}")
+    print(f"    places {dict(moves)}, {steps['step:recorded']} steps recorded", flush=True)
+    traded.check()
+    for ffn in traded.model.routed:
+        if isinstance(ffn, ExpertSet):
+            ffn.residency.check()
+    for stage in (traded, plain):
+        stage.stop()
+    return good
+
+
 def milliseconds(hand: Hand, times: int = 20) -> float:
     rows = rows_of(hand, 1, 5)
     spent = []
@@ -237,6 +288,7 @@ if __name__ == "__main__":
     parser.add_argument("--stage", action="store_true")
     given = parser.parse_args()
     passed = check_stage(torch.device(given.device))
+    passed &= check_trade(torch.device(given.device))
     if given.device != "cpu" and not given.stage:
         passed &= check()
         timings()

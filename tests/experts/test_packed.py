@@ -14,10 +14,12 @@ from rekindle.experts import packed, planes
 from rekindle.experts.cost import CostModel
 from rekindle.experts.counts import LayerCounter, RoutingCounts
 from rekindle.experts.expert_set import ExpertSet, Way
+from rekindle.experts.lending import units_of
 from rekindle.experts.packed import PackedWeights
 from rekindle.experts.probe import measure_costs
 from rekindle.experts.residency import Residency
 from rekindle.experts.stored import StoredExperts, StoredPart
+from rekindle.kernels.device_memory import DeviceMemory, PagePlaces
 from rekindle.kernels.matmul.packing import FORMATS, pack, packed_bytes
 from rekindle.kernels.matmul.types import Matrix
 from rekindle.kernels.moe import ExpertStack, SharedExpert, moe, route
@@ -140,6 +142,32 @@ def test_swaps_move_the_planes_both_ways(layer: Layer) -> None:
         h = drawn(rows, rows)
         assert close(experts.forward(h), layer.expected(h))
     check_planes(layer, experts)
+
+
+def test_slots_that_were_another_s_hold_their_experts_again(layer: Layer) -> None:
+    """What the pool writes there meanwhile is not a number as weights, and reaches no answer."""
+    memory = DeviceMemory(PagePlaces(page_bytes=512, layers=2, count=3), 1 << 20, CPU)
+    residency = Residency([2, 3], 5, EXPERTS, CPU, [5, 0, 6])
+    weights = PackedWeights(layer.stored, residency, CPU, shared=memory)
+    counter = LayerCounter(RoutingCounts(1, EXPERTS), 0, CPU)
+    experts = ExpertSet(layer.router, USED, weights, residency, layer.shared, BRING, counter)
+    check_planes(layer, experts)
+    units = units_of([experts], memory)
+    assert sum(len(unit.places) for unit in units) > 8
+    run = memory.run.view(-1, 512)
+    for unit in units:
+        unit.lend()
+        for place in unit.places:
+            run[place : place + 2] = 255
+        check_planes(layer, experts)
+        for rows in (1, 5):
+            assert close(experts.forward(drawn(rows, rows)), layer.expected(drawn(rows, rows)))
+    for unit in reversed(units):
+        unit.take_back()
+        check_planes(layer, experts)
+        experts.residency.check()
+    assert None not in residency.pinned
+    assert close(experts.forward(drawn(1, 0)), layer.expected(drawn(1, 0)))
 
 
 def check_planes(layer: Layer, experts: ExpertSet) -> None:

@@ -75,6 +75,34 @@ def test_a_swap_frees_the_cache_slot_of_the_one_that_became_hot() -> None:
     assert load.tolist() == [5, -1]
 
 
+def test_what_is_pinned_stays_however_long_it_was_not_used() -> None:
+    residency = Residency([7], 4, EXPERTS, CPU, [1, 2])
+    for expert in (3, 4, 5, 6, 3):
+        residency.admit(tensor(expert, 7), tally())
+        residency.check()
+    assert residency.table[[1, 2]].tolist() == [3, 4]
+    slots, load = residency.admit(tensor(1, 2), tally())
+    assert (slots.tolist(), load.tolist()) == ([[3, 4]], [-1] * 4)
+    residency.check()
+
+
+def test_a_lent_slot_is_nobodys_until_it_comes_back() -> None:
+    residency = Residency([7], 4, EXPERTS, CPU, [1, 2])
+    residency.lend(range(1, 2))
+    assert residency.table[2] == -1
+    for expert in (3, 4, 5, 2, 6):
+        slots, load = residency.admit(tensor(expert), tally())
+        assert slots.max() < 4
+        assert load[3] == -1
+        residency.check()
+    residency.make_room(tensor(9, 9))
+    assert residency.used_at.argmin() < 2
+    load = residency.pin(range(1, 2), [6])  # which the cache had: its copy there is given up
+    assert load.tolist() == [-1, -1, -1, 6]
+    assert residency.table[6] == 4
+    residency.check()
+
+
 def test_a_newcomer_is_named_only_after_it_has_arrived() -> None:
     residency = Residency([0], 2, EXPERTS, CPU)
     load = residency.make_room(tensor(4, 4, 0, 3))
@@ -102,17 +130,24 @@ steps = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=6), 
     steps,
     st.none() | st.tuples(*(st.integers(0, missing) for missing in range(7))),
     st.sampled_from([0, 2**31 - 3]),  # after a month a step has more than 32 bits
+    st.sets(st.integers(0, EXPERTS - 1), max_size=4),
+    st.integers(0, 4),
 )
 def test_the_kernel_does_what_the_definition_says(
-    hot: set[int], cache_slots: int, asked: list[list[int]], table: tuple[int, ...] | None, step: int
-) -> None:
+    hot: set[int], cache_slots: int, asked: list[list[int]], table: tuple[int, ...] | None, step: int, pinned: set[int],
+    lent: int,
+) -> None:  # fmt: skip
     takes = None if table is None else torch.tensor(table, dtype=torch.int32)
-    cache_slots = min(cache_slots, EXPERTS - len(hot))
-    plain, fast = (Residency(sorted(hot), cache_slots, EXPERTS, CPU) for _ in range(2))
+    staying = sorted(pinned - hot)
+    cache_slots = max(1, min(cache_slots, EXPERTS - len(hot | pinned)))
+    slots_in_all = min(cache_slots + len(staying), EXPERTS - len(hot))
+    cache_slots = slots_in_all - len(staying)
+    plain, fast = (Residency(sorted(hot), slots_in_all, EXPERTS, CPU, staying) for _ in range(2))
     for each in (plain, fast):
         each.step.fill_(step)
+        each.lend(range(max(0, len(staying) - lent), len(staying)))
     counted, counted_fast = tally(), tally()
-    for ids in asked:
+    for ids in asked if cache_slots else ():
         some = tensor(*ids[:cache_slots])
         slots, load = plain.admit(some, counted, takes)
         slots_fast, load_fast = on_device.admit(fast, some, counted_fast, takes)

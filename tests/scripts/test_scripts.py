@@ -225,6 +225,11 @@ def test_the_cost_of_a_schema_is_measured_beside_plain_answers(tmp_path: Path) -
     assert all(row["plain"][0] > 0 and row["grammar"][0] > 0 for row in json.loads(lines[-1]))
 
 
+def test_memory_that_is_traded_is_measured(tmp_path: Path) -> None:
+    told = run_script("gpu/bench_trade.py", "--device", "cpu", "--folder", tmp_path)
+    assert any("a conversation that grows, then a short one" in line for line in told)
+
+
 @pytest.mark.parametrize("name", ["gpu/bench_matmul.py", "gpu/bench_mixers.py"])
 def test_benches_of_kernels_import_what_they_use(name: str) -> None:
     assert "main" in runpy.run_path(str(SCRIPTS / name), run_name="imported")

@@ -67,7 +67,9 @@ def launches_of(path: Path) -> tuple[list[Launch], list[Launch], list[Launch]]:
     compiler.run_step_shapes, compiler.launch_cold_experts = with_others, noting_where
     file = open_weights(path)
     span = (0, file.spec.layers)
-    job = CompileJob(str(path), span, "cuda:0", "bfloat16", 8, "bf16", "exact", "qk", H200.target, "", 1, (4, 3))
+    job = CompileJob(
+        str(path), span, "cuda:0", "bfloat16", 8, "bf16", "exact", "qk", H200.target, "", 1, ((4, 0), (3, 0))
+    )
     with torch.inference_mode():
         for launch in compiler.needed_launches(file, job):
             found.append(launch)

@@ -50,7 +50,9 @@ def arguments(configs: Sequence[StageConfig], endpoint: str, threads: int) -> li
         given += ["--device", config.device, "--span", f"{config.span.start}:{config.span.stop}"]
         given += ["--pages", str(config.pages), "--host-pages", str(config.host_pages)]
         given += ["--slabs", str(config.slabs)]
-        experts = None if config.hot is None else {"hot": config.hot, "cache_slots": config.cache_slots}
+        experts = None
+        if config.hot is not None:
+            experts = {"hot": config.hot, "cache_slots": config.cache_slots, "lendable": config.lendable}
         given += ["--experts", json.dumps(experts, separators=(",", ":"))]
     return given
 

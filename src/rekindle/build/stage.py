@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -14,8 +15,10 @@ from rekindle.buffers import STOCK
 from rekindle.build.machine import device_of, torch_device
 from rekindle.build.sizes import loaded_sizes
 from rekindle.build.types import DTYPES, check_heads
-from rekindle.experts import RoutingCounts, SpanExperts
+from rekindle.experts import RoutingCounts, SpanExperts, kept_slots
+from rekindle.kernels.device_memory import DeviceMemory, PagePlaces
 from rekindle.layers import load_span
+from rekindle.layers.base import page_shapes
 from rekindle.placement import Plan, expanded_values, pages_for
 from rekindle.pool import KvMode, Policy
 from rekindle.shards import Terms
@@ -46,6 +49,7 @@ class StageConfig:
     dtype: str = "float32"
     hot: tuple[tuple[int, ...], ...] | None = None  # None: every expert is on the device
     cache_slots: tuple[int, ...] = ()
+    lendable: tuple[int, ...] = ()  # of the hot experts of each layer, the last ones, whose slots KV may get; (): none
     rewind_rows: int = 0  # of the longest block to verify
     slabs: int = STOCK  # of pinned RAM, kept for captures; on a GPU only
     chunk: int = 0  # most rows of a prefill chunk
@@ -80,6 +84,7 @@ def stage_configs(plan: Plan, dtype: str) -> list[StageConfig]:
             dtype=dtype,
             hot=stage.hot if stage.cold else None,
             cache_slots=stage.expert_cache_slots if stage.cold else (),
+            lendable=stage.lendable,
             rewind_rows=plan.wishes.rewind_rows,
             slabs=stage.slabs,
             chunk=plan.wishes.chunk,
@@ -98,12 +103,13 @@ def load_stage(
 ) -> LocalStage:
     """The stage, on a device of this process; on a GPU with its kernels compiled and its steps recorded."""
     check_heads(file, [config.device], config.kv_type)
-    experts = None
-    if config.hot is not None:
-        counts = counts or RoutingCounts(file.spec.layers, file.spec.ffn.experts)
-        experts = SpanExperts(config.hot, config.cache_slots, counts)
     dtype = DTYPES[config.dtype]
     device = torch_device(config.device)
+    experts = memory = None
+    if config.hot is not None:
+        counts = counts or RoutingCounts(file.spec.layers, file.spec.ffn.experts)
+        memory = _shared_memory(file, config, device, dtype) if any(config.lendable) else None
+        experts = SpanExperts(config.hot, config.cache_slots, counts, lendable=config.lendable, memory=memory)
     with ExitStack() as loading:
         if device.type == "cuda":
             loading.enter_context(torch.cuda.device(device))  # kernels pack the weights, on the current device
@@ -122,6 +128,7 @@ def load_stage(
             widest=expanded_values(loaded_sizes(file, dtype)),
             table_width=config.table_width,
             attended=config.attended or None,
+            memory=memory,
         )
     if device.type == "cuda" and config.table_width:
         with ExitStack() as undo:
@@ -129,6 +136,20 @@ def load_stage(
             _warm_up(stage, config)
             undo.pop_all()
     return stage
+
+
+def _shared_memory(file: WeightFile, config: StageConfig, device: torch.device, dtype: torch.dtype) -> DeviceMemory:
+    """For the pages of the pool and the expert slots of layers some of which may be lent. Slots that begin on the edge
+    of a page leave at most a page in front of each of three planes: the margin has these bytes."""
+    assert config.hot is not None, "slots are lent where experts are cold"
+    shapes = page_shapes(file.spec, config.span, config.kv_type)
+    (shape,) = set(shapes.values())
+    pages = PagePlaces(shape.page_bytes, len(shapes), config.pages + 1)
+    layers, sizes = loaded_sizes(file, dtype).layers, 0
+    for i, (hot, cached, lendable) in enumerate(zip(config.hot, config.cache_slots, config.lendable, strict=True)):
+        if lendable:
+            sizes += (len(hot) + cached) * layers[config.span.start + i].expert + 3 * pages.page_bytes
+    return DeviceMemory(pages, sizes, device)
 
 
 def _compile_job(file: WeightFile, config: StageConfig) -> CompileJob:
@@ -139,8 +160,17 @@ def _compile_job(file: WeightFile, config: StageConfig) -> CompileJob:
         dtype=config.dtype,
         slots=config.slots,
         kv=(config.kv_type, *kv_choice(config.kv_mode, config.kv_policy)),
-        cache_slots=() if config.hot is None else config.cache_slots,
+        cache_slots=[] if config.hot is None else _cache_sizes(config, file.spec.ffn.used),
     )
+
+
+def _cache_sizes(config: StageConfig, used: int) -> list[tuple[int, int]]:
+    """Per layer: slots of the expert cache that follow the routing, and that can be lent."""
+    found = list[tuple[int, int]]()
+    for cached, lendable in zip_longest(config.cache_slots, config.lendable, fillvalue=0):
+        kept = kept_slots(cached, lendable, used)
+        found.append((kept, cached + lendable - kept))
+    return found
 
 
 def _warm_up(stage: LocalStage, config: StageConfig) -> None:

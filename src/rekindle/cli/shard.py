@@ -19,6 +19,7 @@ from rekindle.spec import Span
 class _Experts(msgspec.Struct):
     hot: tuple[tuple[int, ...], ...]
     cache_slots: tuple[int, ...]
+    lendable: tuple[int, ...] = ()
 
 
 class _HostsByDefault(TyperGroup):
@@ -76,7 +77,7 @@ def host(
         dtype, kv_type = choose_types(open_weights_of(model), device, dtype, kv_type)
     configs = []
     for i, text in enumerate(span):
-        hot, cache_slots = _experts(experts[i]) if experts else (None, ())
+        known = _experts(experts[i]) if experts else None
         configs.append(
             StageConfig(
                 device=device[i],
@@ -89,8 +90,9 @@ def host(
                 kv_policy=kv_policy,
                 attended=attended,
                 dtype=dtype,
-                hot=hot,
-                cache_slots=cache_slots,
+                hot=known.hot if known else None,
+                cache_slots=known.cache_slots if known else (),
+                lendable=known.lendable if known else (),
                 rewind_rows=rewind_rows,
                 slabs=slabs[i] if slabs else STOCK,
                 chunk=chunk,
@@ -119,13 +121,12 @@ def _check_counts(stages: int, device: list[str], *others: list[int] | list[str]
         raise BadConfig(f"{stages} --span, {len(device)} --device and {len(pages)} --pages: give each once per stage")
 
 
-def _experts(text: str) -> tuple[tuple[tuple[int, ...], ...] | None, tuple[int, ...]]:
+def _experts(text: str) -> _Experts | None:
     """Hot experts and slots of the expert cache per layer, as a server writes them; null: all are on the device."""
     try:
-        known = msgspec.json.decode(text, type=_Experts | None)
+        return msgspec.json.decode(text, type=_Experts | None)
     except msgspec.MsgspecError as error:
         raise BadConfig(f"--experts: '{text[:80]}' does not say which experts are hot: {error}") from error
-    return (known.hot, known.cache_slots) if known else (None, ())
 
 
 def _span(text: str) -> Span:

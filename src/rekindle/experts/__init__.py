@@ -3,7 +3,8 @@
 from rekindle.experts.cost import CostModel
 from rekindle.experts.counts import CountsFile, RoutingCounts
 from rekindle.experts.expert_set import ExpertSet, Way
-from rekindle.experts.routed import RoutedFfn, SpanExperts, load_routed_ffn
+from rekindle.experts.lending import Unit, units_of
+from rekindle.experts.routed import RoutedFfn, SpanExperts, kept_slots, load_routed_ffn
 
 __all__ = [
     "CostModel",
@@ -12,6 +13,9 @@ __all__ = [
     "RoutedFfn",
     "RoutingCounts",
     "SpanExperts",
+    "Unit",
     "Way",
+    "kept_slots",
     "load_routed_ffn",
+    "units_of",
 ]

@@ -26,6 +26,7 @@ class CpuExperts:
         self.gone = torch.zeros(1, dtype=torch.int32, device=device)  # as `lost`, for the device: it waits only once
         self.answer = torch.zeros(threads.box.hidden, dtype=torch.float32, device=device)  # to a step of one row
         self.takes = torch.zeros(threads.box.pairs + 1, dtype=torch.int32, device=device)  # of n missing experts
+        self.link_share = 1.0  # of the missing experts, that the CPU leaves to the link when there are many
 
     @classmethod
     def start(

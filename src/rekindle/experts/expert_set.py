@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +51,10 @@ class Weights(Protocol):
 
     def most_rows(self, at_once: int) -> int:
         """Rows of a batch that may go through the cache, `at_once` at a time."""
+        ...
+
+    def slot_planes(self) -> list[Tensor]:
+        """The memory of the slots, in tensors [slots, …]."""
         ...
 
     def take_in(self, load: Tensor) -> None:
@@ -112,7 +117,7 @@ class ExpertSet:
     @property
     def _at_once(self) -> int:
         """Rows whose experts certainly find room in the cache together."""
-        return self.residency.cache_slots // self.used
+        return self.residency.kept // self.used
 
     def forward(self, h: Tensor) -> Tensor:
         way = self.way(h.shape[0])
@@ -155,20 +160,54 @@ class ExpertSet:
             self.weights.cpu_experts.check()
         if not self.counter.poll(rows):
             return
-        for goes, comes in choose_swaps(self.counter.row, self.residency.hot):
+        for goes, comes in choose_swaps(self.counter.row, self.residency.staying):
             self.swap(goes, comes)
 
     def swap(self, goes: int, comes: int) -> None:
         """A hot and a cold expert change places, in the order of the stream: forwards see them before or after."""
         self._finish_arrival()
-        slot = self.residency.swap(goes, comes)
-        self.weights.swap(slot, goes, comes)
+        if goes in self.residency.pinned:
+            slot = self.residency.pinned.index(goes)
+            self.weights.take_in(self.residency.pin(range(slot, slot + 1), [comes]))
+        else:
+            slot = self.residency.swap(goes, comes)
+            self.weights.swap(slot, goes, comes)
         self.swaps += 1
+
+    @property
+    def chances(self) -> np.ndarray:
+        """That a row asks for each expert, by the routing as it was counted; all alike before that."""
+        row = self.counter.row
+        total = row.sum()
+        even = np.full(len(row), self.used / len(row))
+        return np.minimum(1.0, self.used * row / total) if total else even
+
+    @property
+    def missing_bytes(self) -> float:
+        """That an expert which is asked for and missing brings over the link: less where the CPU computes some."""
+        cpu = self.weights.cpu_experts
+        return self.weights.expert_bytes * (1.0 if cpu is None else cpu.stage.link_share)
+
+    # Slots that change hands, between forwards and in the order of the stream
+
+    def lend(self, slots: range) -> None:
+        """The memory of these slots, counted from the first one that can be lent, is another's. No byte moves: host
+        memory has these experts too."""
+        self._finish_arrival()
+        self.residency.lend(slots)
+
+    def take_back(self, slots: range) -> None:
+        """The experts that are used most of those that do not stay, come to the slots."""
+        self._finish_arrival()
+        away = np.ones(self.residency.experts, bool)
+        away[self.residency.staying] = False
+        ranked = np.argsort(-np.where(away, self.counter.row, -1.0), kind="stable")
+        self.weights.take_in(self.residency.pin(slots, ranked[: len(slots)].tolist()))
 
     # An expert that the CPU has just computed enters the cache while later layers run
 
     def _begin_arrival(self, ids: Tensor) -> None:
-        if not self.residency.cache_slots:
+        if not self.residency.kept:
             return
         load = self.residency.make_room(ids)
         arrival = _Arrival(load)

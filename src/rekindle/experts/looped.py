@@ -20,6 +20,7 @@ from rekindle.experts.cpu_experts import LayerCpuExperts
 from rekindle.experts.host import HostExecutor, rows_of, through
 from rekindle.experts.residency import Residency
 from rekindle.experts.stored import StoredExperts, StoredPart, Three
+from rekindle.kernels.device_memory import DeviceMemory
 from rekindle.kernels.matmul import Lanes, kept_dtype, lay_rows
 from rekindle.kernels.matmul.cpu import multiply_all, swiglu
 from rekindle.kernels.moe import ExpertStack, SharedExpert, sum_shares
@@ -41,9 +42,16 @@ class LoopedWeights(ABC):
     @abstractmethod
     def _fill(self, slot: int, expert: int) -> None: ...
 
-    def _fill_hot(self) -> None:
-        for slot, expert in enumerate(self._residency.hot):
+    def _fill_staying(self) -> None:
+        for expert, slot in self._residency.slot_of_staying().items():
             self._fill(slot, expert)
+
+    def _take_slots(self, shared: DeviceMemory | None, shape: Sequence[int], like: Tensor) -> Tensor:
+        """[slots, …] of the type and device of `like`, from memory that can change hands if there is any."""
+        slots, lendable = self._residency.slots, len(self._residency.pinned)
+        if shared is None or not lendable:
+            return like.new_empty(slots, *shape)
+        return shared.take_slots(slots, lendable, shape, like.dtype)
 
     def most_rows(self, at_once: int) -> int:
         """In turns an expert's rows would be multiplied in other groups than with all experts hot."""
@@ -74,16 +82,25 @@ class LoopedWeights(ABC):
 
 class DenseWeights(LoopedWeights):
     def __init__(
-        self, stored: StoredExperts, residency: Residency, device: torch.device, dtype: torch.dtype, keep: int = 0
-    ) -> None:
+        self, stored: StoredExperts, residency: Residency, device: torch.device, dtype: torch.dtype, keep: int = 0,
+        shared: DeviceMemory | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(stored, residency)
         self._device, self._dtype = device, dtype
-        gate, up, down = (_empty_slots(part, residency.slots, device, dtype) for part in stored.parts)
+        gate, up, down = (self._empty_slots(part, shared) for part in stored.parts)
         self.stacks = (gate, up, down)
-        self._fill_hot()
+        self._fill_staying()
         # On the CPU both executors work in one type, so that the result does not depend on which of them ran.
         on_host = dtype if device.type == "cpu" else torch.float32
         self.host_executor = HostExecutor(lambda expert: stored.values(expert, torch.device("cpu"), on_host), keep)
+
+    def _empty_slots(self, part: StoredPart, shared: DeviceMemory | None) -> ExpertStack:
+        like = torch.empty(0, dtype=kept_dtype(part.type, self._device, self._dtype), device=self._device)
+        shape = (self._residency.slots, *part.shape[1:])
+        return ExpertStack(shape, dense=self._take_slots(shared, part.shape[1:], like))
+
+    def slot_planes(self) -> list[Tensor]:
+        return [stack.values for stack in self.stacks]
 
     def _fill(self, slot: int, expert: int) -> None:
         for stack, values in zip(self.stacks, self._stored.values(expert, self._device, self._dtype), strict=True):
@@ -112,18 +129,24 @@ class DenseWeights(LoopedWeights):
 
 
 class LaneWeights(LoopedWeights):
-    def __init__(self, stored: StoredExperts, residency: Residency, dtype: torch.dtype) -> None:
+    def __init__(
+        self, stored: StoredExperts, residency: Residency, dtype: torch.dtype, shared: DeviceMemory | None = None
+    ) -> None:
         super().__init__(stored, residency)
         self._dtype = dtype
-        gate, up, down = (self._empty_slots(part) for part in range(3))
+        gate, up, down = (self._empty_slots(part, shared) for part in range(3))
         self.stacks = (gate, up, down)
-        self._fill_hot()
+        self._fill_staying()
 
-    def _empty_slots(self, part: int) -> ExpertStack:
+    def _empty_slots(self, part: int, shared: DeviceMemory | None) -> ExpertStack:
         """As many as there are, none of them filled; expert 0 says how long they are."""
         like, slots = self._lanes_of(0)[part], self._residency.slots
         shape = (slots, *self._stored.parts[part].shape[1:])
-        return ExpertStack(shape, lanes=like.repeated(slots))
+        return ExpertStack(shape, lanes=like.repeated(self._take_slots(shared, like.data.shape, like.data)))
+
+    def slot_planes(self) -> list[Tensor]:
+        slots = self._residency.slots
+        return [stack.lanes.data.view(slots, -1) for stack in self.stacks if stack.lanes is not None]
 
     def _lanes_of(self, expert: int) -> tuple[Lanes, ...]:
         return tuple(
@@ -156,11 +179,6 @@ class LaneWeights(LoopedWeights):
 def _multiply(x: Tensor, lanes: Sequence[Lanes]) -> Tensor:
     gate, up, down = lanes
     return multiply_all(swiglu(x, gate, up), [down])[0]
-
-
-def _empty_slots(part: StoredPart, slots: int, device: torch.device, dtype: torch.dtype) -> ExpertStack:
-    shape = (slots, *part.shape[1:])
-    return ExpertStack(shape, dense=torch.empty(shape, dtype=kept_dtype(part.type, device, dtype), device=device))
 
 
 def _resident_first(ids: Tensor, table: Tensor) -> Sequence[tuple[int, int]]:

@@ -13,6 +13,7 @@ from rekindle.experts.planes import Stacks, by_expert, host_bytes, load_part, ma
 from rekindle.experts.residency import Residency
 from rekindle.experts.staging import Staging
 from rekindle.experts.stored import StoredExperts, Three
+from rekindle.kernels.device_memory import DeviceMemory
 from rekindle.kernels.matmul.naive import packed_values
 from rekindle.kernels.moe import SharedExpert
 from rekindle.kernels.moe.cold import Missing
@@ -27,12 +28,12 @@ class PackedWeights:
 
     def __init__(
         self, stored: StoredExperts, residency: Residency, device: torch.device, staging: Staging | None = None,
-        keep: int = 0,
+        keep: int = 0, shared: DeviceMemory | None = None,
     ) -> None:  # fmt: skip
         self._residency = residency
         self._cold = [expert for expert in range(stored.count) if expert not in set(residency.hot)]  # by place
         self._memory = HostMemory(sum(host_bytes(part, len(self._cold)) for part in stored.parts), device)
-        gate, up, down = (load_part(part, residency, self._cold, device, self._memory) for part in stored.parts)
+        gate, up, down = (load_part(part, residency, self._cold, device, self._memory, shared) for part in stored.parts)
         self.stacks: Stacks = (gate[0], up[0], down[0])
         self.host_stacks: Stacks = (gate[1], up[1], down[1])
         self.expert_bytes = sum(stack.nbytes for stack in self.host_stacks) // len(self._cold)
@@ -59,6 +60,9 @@ class PackedWeights:
     @property
     def cold(self) -> int:
         return len(self._cold)
+
+    def slot_planes(self) -> list[Tensor]:
+        return [plane for stack in self.stacks for plane in by_expert(stack)]
 
     def take_in(self, load: Tensor) -> None:
         _gpu().fetch(self._to_cache, load, self.places)

@@ -15,6 +15,7 @@ from torch import Tensor
 from rekindle.experts.memory import HostMemory, whole_lines
 from rekindle.experts.residency import Residency
 from rekindle.experts.stored import StoredPart
+from rekindle.kernels.device_memory import DeviceMemory
 from rekindle.kernels.matmul.packing import pack
 from rekindle.kernels.matmul.types import Packed
 from rekindle.kernels.moe import ExpertStack
@@ -33,12 +34,13 @@ def host_bytes(part: StoredPart, experts: int) -> int:
 
 
 def load_part(
-    part: StoredPart, residency: Residency, cold: Sequence[int], device: torch.device, memory: HostMemory
-) -> tuple[ExpertStack, ExpertStack]:
-    """Gate, up or down of all experts, AT_A_TIME at once: hot ones to their slots, cold ones to host memory. Gives the
-    slots' stack and the host's."""
+    part: StoredPart, residency: Residency, cold: Sequence[int], device: torch.device, memory: HostMemory,
+    shared: DeviceMemory | None,
+) -> tuple[ExpertStack, ExpertStack]:  # fmt: skip
+    """Gate, up or down of all experts, AT_A_TIME at once: hot ones to their slots, cold ones to host memory, pinned
+    ones to both. Gives the slots' stack and the host's. shared: what the slots are cut from, if some can be lent."""
     experts, rows, columns = part.shape
-    slot_of = {expert: slot for slot, expert in enumerate(residency.hot)}
+    slot_of = residency.slot_of_staying()
     place_of = {expert: place for place, expert in enumerate(cold)}
     here: ExpertStack | None = None
     there: ExpertStack | None = None
@@ -47,7 +49,7 @@ def load_part(
         packed = pack(upload(part.rows(start, stop), device), part.type, columns)
         some = ExpertStack((stop - start, rows, columns), packed=packed)
         if here is None or there is None:
-            here = empty_stack(some, residency.slots, zeros_on(device))
+            here = empty_stack(some, residency.slots, _slots_on(device, residency, shared))
             there = empty_stack(some, len(cold), memory.take)
         _move(some, here, [(expert - start, slot_of[expert]) for expert in range(start, stop) if expert in slot_of])
         _move_run(
@@ -78,6 +80,19 @@ def _move_run(source: ExpertStack, target: ExpertStack, pairs: Sequence[tuple[in
 def zeros_on(device: torch.device) -> Allocate:
     """Zeros: a slot that holds no expert yet may be read, with no weight."""
     return lambda shape, dtype: torch.zeros(*shape, dtype=dtype, device=device)
+
+
+def _slots_on(device: torch.device, residency: Residency, shared: DeviceMemory | None) -> Allocate:
+    """The planes of a layer's slots, from memory that can change hands if there is any."""
+    lendable = len(residency.pinned)
+    if shared is None or not lendable:
+        return zeros_on(device)
+
+    def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        rows = shape[0] // residency.slots
+        return shared.take_slots(residency.slots, lendable, (rows, *shape[1:]), dtype).view(*shape)
+
+    return allocate
 
 
 def empty_stack(like: ExpertStack, experts: int, allocate: Allocate) -> ExpertStack:

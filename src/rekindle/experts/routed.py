@@ -18,6 +18,7 @@ from rekindle.experts.probe import measure_costs, measure_takes
 from rekindle.experts.residency import Residency
 from rekindle.experts.staging import Staging
 from rekindle.experts.stored import StoredExperts, stored_experts
+from rekindle.kernels.device_memory import DeviceMemory
 from rekindle.kernels.matmul import Lanes, Matrix, make_matrix, stays_quantised
 from rekindle.kernels.moe import ExpertStack, SharedExpert, make_router, make_stack, moe, route
 from rekindle.weights import WeightFile
@@ -56,22 +57,40 @@ class RoutedFfn:
         return moe(h, ids, weights, self.gate, self.up, self.down, self.shared)
 
 
+def kept_slots(cached: int, lendable: int, used: int) -> int:
+    """Slots of an expert cache that follow the routing. Where some can be lent a row must find room in the others, so
+    the first of them are not, if the cache is too small."""
+    return cached + min(lendable, max(0, used - cached))
+
+
 @dataclass
 class SpanExperts:
     """What placement decided for the layers of a span, and what its layers share."""
 
-    hot: Sequence[Sequence[int]]  # expert ids per layer of the span
+    hot: Sequence[Sequence[int]]  # expert ids per layer of the span, most used first
     cache_slots: Sequence[int]  # of the expert cache, per layer of the span
     counts: RoutingCounts
     cost: CostModel | None = None  # measured at the first layer if left out
     keep: int = 0  # expanded experts that the CPU keeps per layer
     use_cpu: bool = True  # CPU threads may take a share of a step
+    lendable: Sequence[int] = ()  # of the hot experts of every layer, the last ones, whose slots may be lent; () : none
+    memory: DeviceMemory | None = None  # that the slots of such layers are cut from
     _staging: dict[object, Staging] = field(default_factory=dict)
     _cpu_experts: CpuExperts | None = None
     _measured: bool = False  # a layer has measured whether CPU threads gain anything
 
     def has_cold(self, experts: int) -> bool:
         return any(len(hot) < experts for hot in self.hot)
+
+    def fixed(self, place: int) -> int:
+        """Hot experts of the layer at `place` in the span that no other takes the place of but by a swap."""
+        return len(self.hot[place]) - (self.lendable[place] if self.lendable else 0)
+
+    def residency_of(self, place: int, experts: int, used: int, device: torch.device) -> Residency:
+        hot, fixed, cached = self.hot[place], self.fixed(place), self.cache_slots[place]
+        slots = cached + len(hot) - fixed
+        kept = kept_slots(cached, slots - cached, used)
+        return Residency(hot[:fixed], slots, experts, device, hot[len(hot) - (slots - kept) :])
 
     def staging_like(self, stored: StoredExperts) -> Staging | None:
         return self._staging.get(_kind(stored))
@@ -82,7 +101,8 @@ class SpanExperts:
     def attach_cpu_experts(self, weights: PackedWeights, used: int, width: int, x: torch.Tensor) -> None:
         """Give the layer the CPU threads of the span, if they can read its types; the first such layer starts them and
         measures, with x [1, hidden], which share of the missing experts they should take."""
-        pairs = max(self.cache_slots)
+        lendable = self.lendable or [0] * len(self.cache_slots)
+        pairs = max(kept_slots(*slots, used) for slots in zip(self.cache_slots, lendable, strict=True))
         if not self.use_cpu or pairs < used or not weights.cpu_reads_types:
             return
         if not self._measured:
@@ -106,6 +126,7 @@ class SpanExperts:
             weights.cpu_experts = None
             return False
         cpu_experts.takes.copy_(torch.tensor(takes))
+        cpu_experts.link_share = 1 - takes[-1] / (len(takes) - 1)
         return True
 
 
@@ -143,7 +164,7 @@ def load_routed_ffn(
     counter = None
     if plan is not None and plan.has_cold(file.spec.ffn.experts):
         counter = LayerCounter(plan.counts, layer, device)
-        if len(plan.hot[place]) < file.spec.ffn.experts:
+        if plan.fixed(place) < file.spec.ffn.experts:
             stored = stored_experts(file, name)
             return make_expert_set(stored, plan, place, counter, router, used, shared, device, dtype)
     gate, up, down = stack("ffn_gate_exps"), stack("ffn_up_exps"), stack("ffn_down_exps")
@@ -161,18 +182,18 @@ def make_expert_set(
     device: torch.device,
     dtype: torch.dtype,
 ) -> ExpertSet:
-    residency = Residency(plan.hot[place], plan.cache_slots[place], stored.count, device)
+    residency = plan.residency_of(place, stored.count, used, device)
     weights: DenseWeights | PackedWeights | LaneWeights
     if isinstance(router, Lanes):
-        weights = LaneWeights(stored, residency, dtype)
+        weights = LaneWeights(stored, residency, dtype, plan.memory)
     elif all(stays_quantised(part.type, device) for part in stored.parts):
-        weights = PackedWeights(stored, residency, device, plan.staging_like(stored), plan.keep)
+        weights = PackedWeights(stored, residency, device, plan.staging_like(stored), plan.keep, plan.memory)
         plan.keep_staging(stored, weights.staging)
         plan.cost = plan.cost or measure_costs(weights, residency, router.shape[1], dtype)
         x = torch.randn(1, router.shape[1], device=device).to(dtype)
         plan.attach_cpu_experts(weights, used, stored.parts[0].shape[1], x)
     else:
-        weights = DenseWeights(stored, residency, device, dtype, plan.keep)
+        weights = DenseWeights(stored, residency, device, dtype, plan.keep, plan.memory)
     return ExpertSet(router, used, weights, residency, shared, plan.cost or CostModel.same_memory(), counter)
 
 

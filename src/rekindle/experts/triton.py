@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Mail = tuple[Tensor | int, ...]  # `LayerCpuExperts.mailbox`
 PIECE = 4096  # 32-bit words one program copies
 X_AT_ONCE = tl.constexpr(1024)  # values of x that go to the mailbox at once
-NEVER = tl.constexpr(1 << 62)  # a step that does not come
+NEVER = tl.constexpr(1 << 62)  # a step that does not come, as in `residency`
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _admit(  # type: ignore[no-untyped-def]
     comes = missing & ((turn + now) % tl.maximum(count, 1) >= left)
     turn = tl.cumsum(comes.to(tl.int32), 0) - 1
     hit = tl.sum(((owned[:, None] == id[None, :]) & live[None, :]).to(tl.int32), 1) > 0
-    age = tl.where(hit, now, age)
+    age = tl.where(hit & (age < NEVER), now, age)  # what is pinned stays so, and what is lent is never the oldest
     arriving = tl.full([R], -1, tl.int32)
     brought = tl.zeros([P], tl.int1)
     for n in range(0, count - left):

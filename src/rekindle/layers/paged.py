@@ -19,6 +19,7 @@ from torch import Tensor
 from rekindle.batch import Batch
 from rekindle.buffers import STOCK
 from rekindle.errors import SnapshotMismatch
+from rekindle.kernels.device_memory import DeviceMemory
 from rekindle.pool import HeldPage, KvMode, PagePool, PagingCounts, Policy, PoolReader, Recorder, SegmentPages
 from rekindle.pool.choice import NO_QUERIES
 from rekindle.pool.ready import Together
@@ -38,6 +39,10 @@ class PageShape:
     kv_heads: int
     row: int
     dtype: torch.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        return 2 * PAGE * self.kv_heads * self.row * self.dtype.itemsize
 
 
 class PageGroup:
@@ -107,8 +112,10 @@ class PagedKv:
         policy: Policy = "qk",
         attended: int | None = None,
         record: Recorder | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """shapes: by layer, of the layers that are paged.
+        memory: that pages share with expert slots, in exact mode; None: memory of their own.
         attended: pages that a row attends at most in sparse mode; None: as many as there are places."""
         self.layers = tuple(shapes)
         self.mode = mode
@@ -118,7 +125,7 @@ class PagedKv:
         for layers in groups:
             copies = self.groups[0].pool.copies if self.groups else None
             size = (pages, len(layers), shape.kv_heads, shape.row, shape.dtype)
-            pool = PagePool(*size, device, host_pages, slabs, record, copies)
+            pool = PagePool(*size, device, host_pages, slabs, record, copies, memory)
             reader = PoolReader(pool, mode, policy, attended, staging)
             self.groups.append(PageGroup(layers, pool, reader, slots))
         # Of the first group: where slots stand, and how many pages they have, is the same in all of them.

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rekindle.experts import ExpertSet, RoutedFfn
+from rekindle.experts import ExpertSet, RoutedFfn, Unit, units_of
+from rekindle.kernels.device_memory import DeviceMemory
 from rekindle.kernels.matmul import Matrix, multiply
 from rekindle.kernels.norm import add, rms_norm
 from rekindle.kernels.ragged import Ragged
@@ -66,6 +67,10 @@ class ModelSpan:
     def ways(self, rows: int) -> Counter[str]:
         """How the layers with cold experts run `rows` rows: layers by way."""
         return Counter(ffn.way_name(rows) for ffn in self.routed if isinstance(ffn, ExpertSet))
+
+    def units(self, memory: DeviceMemory) -> list[Unit]:
+        """The expert slots that can be lent, cut from this memory."""
+        return units_of([ffn for ffn in self.routed if isinstance(ffn, ExpertSet)], memory)
 
     @property
     def swaps(self) -> int:

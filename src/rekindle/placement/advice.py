@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from rekindle.errors import BadConfig, DoesNotFit
 from rekindle.placement.allocate import hot_of
+from rekindle.placement.lending import lendable_pages
 from rekindle.placement.place import Placer, describe_expansion
 from rekindle.placement.stage import StageCandidate
 from rekindle.placement.types import Alternative, Device, Machine, Plan, Sizes, StagePlan, Wishes, pages_for
@@ -27,7 +28,7 @@ def _reasons(placer: Placer, plan: Plan) -> Iterator[str]:
         yield f"layers are split {spans}, {how}"
     for candidate, stage in zip(placer.stage_candidates(plan.spans), plan.stages, strict=True):
         yield _pool_reason(placer, candidate, stage)
-        yield from _link_reason(plan.wishes, stage)
+        yield from _link_reason(placer, stage)
         if stage.cold:
             yield _cold_reason(placer, candidate, stage, plan.spans)
         if expansion := describe_expansion(placer.spec, placer.sizes, placer.wishes, stage.device, stage.span):
@@ -80,11 +81,16 @@ def _for_the_next_start(placer: Placer) -> str:
     return ", so that the next start knows this one's snapshots" if lasting else ""
 
 
-def _link_reason(wishes: Wishes, stage: StagePlan) -> Iterator[str]:
-    """What a small pool costs: exact mode attends every page, and reads those beyond the pool where they lie."""
-    beyond = (pages_for(wishes.context) - stage.pool_pages) * stage.page_bytes
+def _link_reason(placer: Placer, stage: StagePlan) -> Iterator[str]:
+    """What a small pool costs: exact mode attends every page, and reads those that find no room where they lie."""
+    name, wishes, room = stage.device.name, placer.wishes, stage.pool_pages
+    if stage.lendable:
+        layers = [placer.sizes.on(stage.device).layers[layer] for layer in stage.span.layers]
+        room += lendable_pages(stage.lendable, layers, stage.page_bytes)
+        experts = plural(sum(stage.lendable), "hot expert")
+        yield f"{name}: KV of conversations that outgrow the pool gets the slots of up to {experts}, until they end"
+    beyond = (pages_for(wishes.context) - room) * stage.page_bytes
     if beyond > 0 and wishes.kv_mode == "exact" and not stage.device.host:
-        name = stage.device.name
         yield f"{name}: a sequence at the context limit reads up to {gib(beyond)} of KV over the link per token"
 
 

@@ -1,7 +1,8 @@
 """How fast a plan is expected to decode: bytes that a step reads, divided by how fast they come.
 
 A step of one sequence reads every weight that its token needs once, and the KV of its context: on the device at the
-speed of its memory, beyond the pool and for cold experts over the link. Every layer costs a fixed time beside that. The
+speed of its memory, beyond the pool and for cold experts over the link. KV that outgrows the pool has got the slots of
+the coldest experts by then (lending.py). Every layer costs a fixed time beside that. The
 shares below were fitted to the figures of an H200 in docs/bench.md, and a test holds them to those.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rekindle.placement.lending import lendable_pages, lent_slots
 from rekindle.placement.reserve import Weigher
 from rekindle.placement.types import Expected, LayerSizes, Plan, Sizes, StagePlan, pages_for
 from rekindle.spec import PAGE
@@ -37,6 +39,7 @@ def expected(plan: Plan, sizes: Sizes, context: int, sequences: int = 1) -> Expe
         sequences / seconds,
         min(step.tokens_here for step in steps),
         sum(step.link_bytes for step in steps),
+        plan.hot - round(sum(sum(step.lent) for step in steps)),
     )
 
 
@@ -78,7 +81,26 @@ class _Step:
     @property
     def tokens_here(self) -> int:
         """Of KV that is attended on the device, of all rows together."""
-        return min(self.rows * self.context, self.stage.pool_tokens)
+        return min(self.rows * self.context, self._pool_tokens)
+
+    @property
+    def lent_pages(self) -> int:
+        """That the pool has got from experts, for the contexts that are live."""
+        short = self.rows * pages_for(self.context) - self.stage.pool_pages
+        return max(0, min(short, lendable_pages(self.stage.lendable, self._lending, self.stage.page_bytes)))
+
+    @property
+    def lent(self) -> tuple[float, ...]:
+        """Slots for them per layer; () where none can be lent."""
+        return lent_slots(self.stage.lendable, self._lending, self.stage.page_bytes, self.lent_pages)
+
+    @property
+    def _lending(self) -> list[LayerSizes]:
+        return self._layers() if self.stage.lendable else []
+
+    @property
+    def _pool_tokens(self) -> int:
+        return self.stage.pool_tokens + self.lent_pages * PAGE
 
     @property
     def link_bytes(self) -> int:
@@ -93,8 +115,8 @@ class _Step:
         """Beyond the pool, where it lies. In sparse mode no sequence attends more than the pool holds."""
         attended = self.rows * self.context
         if self.plan.wishes.kv_mode == "sparse":
-            attended = self.rows * min(self.context, self.stage.pool_tokens)
-        return (attended - min(attended, self.stage.pool_tokens)) * self._token_bytes
+            attended = self.rows * min(self.context, self._pool_tokens)
+        return (attended - min(attended, self._pool_tokens)) * self._token_bytes
 
     @property
     def _token_bytes(self) -> float:
@@ -104,11 +126,21 @@ class _Step:
     def _missing(self) -> float:
         """Cold experts that a step asks for and the expert cache does not hold."""
         stage, missing = self.stage, 0.0
-        for layer, hot, cached in zip(self._layers(), stage.hot, stage.expert_cache_slots, strict=True):
+        lent = self.lent or (0.0,) * len(stage.hot)
+        for i, (layer, hot, cached) in enumerate(zip(self._layers(), stage.hot, stage.expert_cache_slots, strict=True)):
             if layer.experts:
-                absent = max(0, layer.experts - len(hot) - cached) / layer.experts
-                missing += self._asked(layer.experts) * absent * layer.expert
+                here = min(layer.experts, len(hot) + cached - lent[i])
+                missing += self._absent(stage.span.start + i, layer.experts, here) * layer.expert
         return missing
+
+    def _absent(self, index: int, experts: int, here: float) -> float:
+        """Different experts of a layer that the rows use, if the `here` most used ones are on the device."""
+        counts = None if self.plan.wishes.counts is None else sorted(self.plan.wishes.counts[index], reverse=True)
+        if counts is None or not any(counts):
+            return self._asked(experts) * (experts - here) / experts
+        total, used = sum(counts), self.plan.spec.ffn.used
+        asked = [1 - (1 - min(1.0, used * count / total)) ** self.rows for count in counts[int(here) :]]
+        return sum(asked) - (here - int(here)) * (asked[0] if asked else 0.0)
 
     def _asked(self, experts: int) -> float:
         """Different experts of a layer that the rows use."""

@@ -32,7 +32,7 @@ class Ram:
         least, full = self._planner.least, self._wishes.full_pages
         if any(stage.device.budget < stage.least_budget for stage in candidates):
             return None
-        outside = [None if stage.device.host else self._planner.plan(stage, full) for stage in candidates]
+        outside = [None if stage.device.host else self._planner.plan(stage, full, lends=True) for stage in candidates]
 
         def stages(ceiling: int) -> list[StagePlan]:
             pairs = zip(outside, candidates, strict=True)
@@ -41,11 +41,14 @@ class Ram:
         def left(ceiling: int) -> int:
             return self.size - self.needed(stages(ceiling), ceiling)
 
+        one_sequence = max(least, pages_for(self._wishes.context))
+        if left(one_sequence) < self.apart(self.size):  # snapshots come before room for experts that are hot
+            outside = [done and replace(done, lendable=()) for done in outside]
         if left(least) < 0:
             return None
         if all(outside):
             return stages(full)
-        apart = max(0, min(self.apart(self.size), left(max(least, pages_for(self._wishes.context)))))
+        apart = max(0, min(self.apart(self.size), left(one_sequence)))
         return stages(largest(least, full, lambda ceiling: left(ceiling) >= apart))
 
     def is_all_of(self, device: Device) -> bool:
@@ -86,6 +89,7 @@ class Ram:
             *(Item(f"all of {stage.device.name}", stage.total) for stage in stages if stage.device.host),
             Item("drafter", self._wishes.drafter_ram),
             Item("cold experts", sum(map(self._cold_bytes, stages))),
+            Item("experts whose slots KV may get", sum(map(self._lendable_bytes, stages))),
             Item(CAPTURES, in_flight),  # the pinned ends of the copies
             Item("pinned staging", gpus * STAGING_SLABS * SLAB_BYTES),
         ]
@@ -94,6 +98,11 @@ class Ram:
         layers = self._sizes.on(stage.device).layers
         pairs = zip(stage.span.layers, stage.hot, strict=True)
         return sum((layers[index].experts - len(hot)) * layers[index].expert for index, hot in pairs)
+
+    def _lendable_bytes(self, stage: StagePlan) -> int:
+        layers = self._sizes.on(stage.device).layers
+        pairs = zip(stage.span.layers, stage.lendable, strict=False)
+        return sum(slots * layers[index].expert for index, slots in pairs)
 
     def plan(self, stages: list[StagePlan]) -> Plan:
         """The stages with what the rest of the RAM holds for them."""

@@ -104,13 +104,14 @@ def _speeds(plan: Plan, width: int) -> list[str]:
     header = ["context", "experts hot", "KV here", "over the link", "1 sequence", f"{several} sequences"]
     rows = [header]
     for alone, together in plan.expected:
-        hot = f"{plan.hot:,}" if plan.spec.ffn.is_moe else "–"
+        hot = f"{alone.hot:,}" if plan.spec.ffn.is_moe else "–"
         here = f"{alone.kv_tokens_on_device:,}"
         speeds = [f"{each.tokens_per_second:.0f} tok/s" if each else "does not fit" for each in (alone, together)]
         rows.append([f"{alone.context:,}" if alone.context else "empty", hot, here, gib(alone.link_bytes), *speeds])
+    routing = "routing that favours no expert" if plan.wishes.counts is None else "routing as it was counted"
     said = (
-        f"expected of decode; KV and link of one sequence and step, {several} sequences together and each at that "
-        "context; routing that favours no expert"
+        f"expected of decode; experts, KV and link of one sequence and step, {several} sequences together and each at "
+        f"that context; {routing}"
     )
     return [_folded(said, width), *_align(rows, width)]
 
@@ -228,6 +229,7 @@ def _stage_as_json(stage: StagePlan, left: int) -> dict[str, Any]:
         "slabs": stage.slabs,
         "hot": [list(ids) for ids in stage.hot],
         "expert_cache_slots": list(stage.expert_cache_slots),
+        "lendable": list(stage.lendable),
         "cold": stage.cold,
     }
 

@@ -18,6 +18,7 @@ from rekindle.placement.allocate import (
     ranked_experts,
     spare_slots,
 )
+from rekindle.placement.lending import lendable_slots, may_lend
 from rekindle.placement.mixers import MixerSums, SpanMixers
 from rekindle.placement.reserve import (
     SpanWeights,
@@ -159,17 +160,21 @@ class StagePlanner:
         space = self.space(index, span)
         return max(0, space.least - space.room)
 
-    def plan(self, stage: StageCandidate, ceiling: int) -> StagePlan:
-        """With at most `ceiling` pages where the stage lives in RAM, which others need too."""
+    def plan(self, stage: StageCandidate, ceiling: int, lends: bool = False) -> StagePlan:
+        """With at most `ceiling` pages where the stage lives in RAM, which others need too.
+
+        lends: KV may get the slots of some experts, whose weights then are in RAM too.
+        """
         allocation = stage.allocate(_below(ceiling, stage))
         assert allocation is not None, "budgets were checked before anything was allocated"
         hot = tuple(self._hot(allocation, layer) for layer in stage.span.layers)
         cache = self._cache_slots(stage, allocation, hot)
+        cold = allocation.leaves_cold(stage.candidates)
         layers = [self.sizes.on(stage.device).layers[layer] for layer in stage.span.layers]
         items = [
             *(item for item in stage.fixed if item.name != "hot experts"),
             Item("hot experts", sum(len(ids) * layer.expert for ids, layer in zip(hot, layers, strict=True))),
-            Item("expert staging", stage.staging if allocation.leaves_cold(stage.candidates) else 0),
+            Item("expert staging", stage.staging if cold else 0),
             Item("expert cache", sum(slots * layer.expert for slots, layer in zip(cache, layers, strict=True))),
             Item("KV pool", allocation.pages * stage.candidates.page_bytes),
             Item("margin", margin(stage.device.budget)),
@@ -187,7 +192,17 @@ class StagePlanner:
             host_pages=0,
             page_bytes=stage.candidates.page_bytes,
             slabs=STOCK if stage.device.remote else 0,
+            lendable=self._lendable(stage, layers, hot, allocation.pages) if cold and lends else (),
         )
+
+    def _lendable(
+        self, stage: StageCandidate, layers: list[LayerSizes], hot: tuple[tuple[int, ...], ...], pages: int
+    ) -> tuple[int, ...]:
+        page_bytes = stage.candidates.page_bytes
+        if not (may_lend(self.wishes, stage.device) and page_bytes):
+            return ()
+        lendable = lendable_slots(self.wishes, layers, list(map(len, hot)), self.spec.ffn.used, page_bytes, pages)
+        return lendable if any(lendable) else ()
 
     def _fixed(self, index: int, weights: SpanWeights) -> list[Item]:
         device, first, last = self.machine.devices[index], index == 0, index == len(self.machine.devices) - 1

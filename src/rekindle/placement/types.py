@@ -192,6 +192,7 @@ class StagePlan:
     host_pages: int  # pages that RAM may hold for this stage
     page_bytes: int  # one page in all attention layers of the span
     slabs: int  # of pinned RAM that wait for captures; a CPU has no use for them
+    lendable: tuple[int, ...] = ()  # per layer of the span: of the hot experts the last ones, whose slots KV may get
 
     @property
     def total(self) -> int:
@@ -212,6 +213,7 @@ class StagePlan:
 
     @property
     def hot_count(self) -> int:
+        """With an empty context: KV may get the slots of some."""
         return sum(map(len, self.hot))
 
     def bytes_of(self, name: str) -> int:
@@ -235,6 +237,7 @@ class Expected:
     tokens_per_second: float  # of all sequences together
     kv_tokens_on_device: int
     link_bytes: int  # per step: KV beyond the pool, and cold experts
+    hot: int  # experts that are on the device for good: fewer where KV has got the slots of some
 
 
 @dataclass(frozen=True, slots=True)

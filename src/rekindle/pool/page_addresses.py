@@ -1,8 +1,7 @@
 """Where a GPU finds every page: a number means the same address in every layer's row of one table on the device.
 
-0 … places - 1     the places of the pool
-places             the scratch page
-places + 1 …       host_page_ids: copies in pinned host memory, which a GPU reads itself
+0 …     places of the pool, the scratch page, and what others lend: all that lies in one run with the pool
+… then  host_page_ids: copies in pinned host memory, which a GPU reads itself
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from rekindle.kernels.paging import fetch_listed
 class PageAddresses:
     """A page's copies keep their host_page_id while they live, so paging a page out or in changes nothing here."""
 
-    def __init__(self, kv: Sequence[torch.Tensor], host_pages: int) -> None:
+    def __init__(self, kv: Sequence[torch.Tensor], host_pages: int, most: int | None = None) -> None:
+        """most: pages that come at once; None: as many as `kv` has."""
         numbers, self.page_bytes = kv[0].shape[0], kv[0][0].nbytes
         places = torch.arange(numbers) * self.page_bytes
         own = torch.stack([places + layer.data_ptr() for layer in kv])
@@ -26,8 +26,9 @@ class PageAddresses:
         self.table[:, :numbers] = own.to(self.table.device)
         self._free = list(range(numbers + host_pages - 1, numbers - 1, -1))
         self._unsent: dict[int, tuple[int, ...]] = {}  # host_page_ids that the device does not know yet
-        # Which page comes to which place, as `fetch_listed` reads it: at most every place of the pool.
-        self._page_ins = torch.zeros(2, numbers, dtype=torch.int32, device=self.table.device)
+        # Which page comes to which place, as `fetch_listed` reads it, behind their number.
+        listed = numbers if most is None else most
+        self._page_ins = torch.zeros(2, 1 + listed, dtype=torch.int32, device=self.table.device)
         self.fetch(0)  # nothing is listed: compiled now, not by the first page-in
 
     def register(self, addresses: tuple[int, ...]) -> int:

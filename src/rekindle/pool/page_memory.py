@@ -7,12 +7,11 @@ copies that are not pinned go through pinned slabs (`HostCopies`). On a CPU all 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 
-import numpy as np
 import torch
 
 from rekindle.buffers import STOCK
+from rekindle.kernels.device_memory import DeviceMemory, PagePlaces, zeros
 from rekindle.kernels.paging import fetch_pages
 from rekindle.pool.copies import HostCopies, stack_or_view
 from rekindle.pool.page_addresses import PageAddresses, sent
@@ -36,20 +35,29 @@ class PageMemory:
         slabs: int = STOCK,
         record: Recorder | None = None,
         copies: HostCopies | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """slabs: of pinned memory, kept ready for captures.
         copies: of another pool of the stage, whose slabs this one shares.
-        record: records the page-in, a launch per layer, as a graph; without it the launches are made each time."""
+        record: records the page-in, a launch per layer, as a graph; without it the launches are made each time.
+        memory: that the pages are cut from, beside others who may lend more of it; None: memory of their own."""
         self.places = places
         self.total = places + host_pages
+        step, shape = 1, (2, PAGE, kv_heads, row)
+        if memory is None:
+            self.kv = [zeros((places + 1, *shape), dtype, device) for _ in range(layers)]
+        else:
+            want = PagePlaces(memory.pages.page_bytes, layers, places + 1)
+            assert memory.pages == want, f"the memory was cut for {memory.pages}, the pool has {want}"
+            self.kv, step = memory.view_pages(shape, dtype), layers
+        self._first_places = range(0, places * step, step)  # those that are the pool's own
         # One place more than the pool has: padded rows of a replayed graph write there, and nothing reads it.
-        self.scratch_page = places
-        self.kv = [_zeros((places + 1, 2, PAGE, kv_heads, row), dtype, device) for _ in range(layers)]
+        self.scratch_page = places * step
         self.device = device
         self.page_ins = PageIns(layers, device) if device.type == "cuda" else None
         self.copies = copies or HostCopies(device, slabs)
         # An id for every page: while a table is restored all its pages are away, whatever places are free.
-        self.addresses = PageAddresses(self.kv, self.total) if self.copies.pinned and layers else None
+        self.addresses = PageAddresses(self.kv, self.total, self.total) if self.copies.pinned and layers else None
         self._record = record
         self._fetch_all: Callable[[], None] | None = None  # set, and recorded, at the first page-in
 
@@ -136,6 +144,16 @@ class PageMemory:
         for layer, tensor in zip(self.kv, data, strict=True):
             layer[page.place].copy_(tensor, non_blocking=True)
 
+    def _copy_places(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """From place to place on the device, in the order of the current stream."""
+        if self.addresses is not None:
+            to, at = self.addresses.of(targets), self.addresses.of(sources)
+            fetch_pages(to, at, self.addresses.page_bytes)
+            return
+        for layer in self.kv:
+            for source, target in zip(sources, targets, strict=True):
+                layer[target].copy_(layer[source])
+
     def _fetch(self, pages: Sequence[HeldPage]) -> None:
         """Copies in host memory to the places of the pages; a GPU reads those that are pinned itself."""
         pinned = {
@@ -172,11 +190,3 @@ class PageMemory:
             for i, layer in enumerate(self.kv):
                 layer[places[: len(group)]] = arrived[:, i]
             places = places[len(group) :]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """In host memory, zeros that the system hands out page by page as they are written: a pool for every sequence at
-    the context limit costs what is used of it."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,5 +1,7 @@
 """Pages of KV for attention layers of one stage: at most `places` of them on the device, the rest in host memory.
 
+A place is a number, by which all layers find their page; places beyond the pool's own may be lent to it for a while.
+
 When places are short, sealed pages are paged out: only their host copies are left, the layers attend them where they
 lie, and they come back bit-exact when there is room. So where a page lies never changes an answer. page_table.py says
 what a page is, page_memory.py how its bytes travel, eviction.py which page leaves first.
@@ -15,6 +17,7 @@ import torch
 
 from rekindle.buffers import SINK_PAGES, STOCK, TAIL_PAGES
 from rekindle.errors import CopyFailed, PoolFull
+from rekindle.kernels.device_memory import DeviceMemory
 from rekindle.pool.choice import NO_QUERIES, is_kept
 from rekindle.pool.copies import HostCopies
 from rekindle.pool.eviction import Worth, rank_for_eviction
@@ -55,14 +58,16 @@ class PagePool(PageMemory):
         slabs: int = STOCK,
         record: Recorder | None = None,
         copies: HostCopies | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
-        super().__init__(places, layers, kv_heads, row, dtype, device, host_pages, slabs, record, copies)
+        super().__init__(places, layers, kv_heads, row, dtype, device, host_pages, slabs, record, copies, memory)
         self.counts = PagingCounts()
         self.clock = 0
         self.tables: list[PageTable] = []
         self._moves = 0  # times that a page which some table lists changed its place
         self._held = 0  # pages that tables hold, each counted once
-        self._free = list(range(places - 1, -1, -1))  # popped from the end: ascending, so runs are contiguous
+        self._lent: set[int] = set()  # places that others lend for a while
+        self._free = list(reversed(self._first_places))  # popped from the end: ascending, so runs are contiguous
         self._live: dict[Page, HeldPage] = {}  # first layer's host copy -> the page that has it
         self._evictable: list[tuple[Worth, HeldPage]] | None = None  # the first to leave at the end; None: not ranked
 
@@ -319,7 +324,7 @@ class PagePool(PageMemory):
         if worth is Worth.WANTED and not self._some_skip():
             return None  # none is spare
         if self._evictable is None:  # without host pages no page may leave
-            self._evictable = [] if self.total == self.places else rank_for_eviction(self.tables)
+            self._evictable = [] if self.total <= self.places else rank_for_eviction(self.tables)
         if not self._evictable or self._evictable[-1][0] >= worth:
             return None
         return self._evictable.pop()[1]
@@ -337,6 +342,62 @@ class PagePool(PageMemory):
         self._moves += 1
         self.count(page_outs=len(pages))
 
+    # Memory that others lend
+
+    def live_pages(self, turns: int, running: Sequence[PageTable]) -> int:
+        """About how many pages the sequences hold that run now or ran in the last `turns` turns: what they share may
+        count twice. Asked before every step, so nothing is listed."""
+        recent = (table for table in self.tables if table.turn + turns > self.clock or table in running)
+        return min(sum(len(table.pages) for table in recent), self._held)
+
+    def borrow(self, places: Sequence[int]) -> None:
+        """More places, whose memory is the pool's from now on, in the order of the current stream."""
+        assert self._lent.isdisjoint(places), "a place is lent twice"
+        self._lent.update(places)
+        self._free[:0] = reversed(places)  # taken last, since they may have to go back
+        self.places += len(places)
+
+    def give_back(self, places: Sequence[int]) -> None:
+        """The lender may write there, in the order of the current stream: pages that lie there move to free places,
+        and leave the device where none is free. Between forwards."""
+        going = set(places)
+        assert going <= self._lent, "a place is given back that was not lent"
+        if sum(len(table.pages) - table.sealed for table in self.tables) > self.places - len(going):
+            raise PoolFull(f"{len(going)} of {self.places} places cannot be given back: the others hold open pages")
+        self.join()
+        self.copies.join()  # no copy reads an old place any more
+        self._evictable = None
+        self._lent -= going
+        self.places -= len(going)
+        self._free = [place for place in self._free if place not in going]
+        open_pages = self._pages_in(going, sealed=False)
+        self._move(open_pages, [self._place_apart_from(going) for _ in open_pages])
+        sealed = self._pages_in(going, sealed=True)
+        self._move(sealed, [self._free.pop() for _ in range(min(len(sealed), len(self._free)))])
+        self._page_out([page for page in sealed if page.place in going])
+        self._free = [place for place in self._free if place not in going]
+
+    def _pages_in(self, places: set[int], sealed: bool) -> list[HeldPage]:
+        """The pages that lie there, each once, the latest of their sequences first."""
+        parts = (table.pages[: table.sealed] if sealed else table.pages[table.sealed :] for table in self.tables)
+        found = {page: i for part in parts for i, page in enumerate(part) if page.place in places}
+        return sorted(found, key=lambda page: -found[page])
+
+    def _place_apart_from(self, places: set[int]) -> int:
+        """For a page that is written. Those that were left for it are not free any more either."""
+        while (place := self._places_to_write(1)[0]) in places:
+            pass
+        return place
+
+    def _move(self, pages: Sequence[HeldPage], places: Sequence[int]) -> None:
+        """As many as there are places, on the device, in the order of the current stream."""
+        moving = pages[: len(places)]
+        if moving:
+            self._copy_places([page.place for page in moving if page.place is not None], places)
+            self._moves += 1
+        for page, place in zip(moving, places, strict=True):
+            page.place = place
+
     def check(self) -> None:
         """free + used = total, and every page belongs to the tables that hold it. Called when idle."""
         holders: dict[HeldPage, int] = {}
@@ -346,8 +407,11 @@ class PagePool(PageMemory):
         assert all(page.holders == count for page, count in holders.items()), "a page counts other holders than it has"
         assert len(holders) == self._held, f"tables hold {len(holders)} pages, {self._held} are counted"
         places = [page.place for page in holders if page.place is not None]
-        assert sorted(places + self._free) == list(range(self.places)), "a place is lost or given twice"
+        known = sorted({*self._first_places, *self._lent})
+        assert sorted(places + self._free) == known, "a place is lost or given twice"
+        assert len(known) == self.places, f"{len(known)} places are known, {self.places} are counted"
         away = len(holders) - len(places)
-        assert away <= self.total - self.places, f"{away} pages are away, {self.total - self.places} may be"
+        most = self.total - len(self._first_places)
+        assert away <= most, f"{away} pages are away, {most} may be"
         live = {page.copies[0] for page in holders if page.copies}
         assert live == self._live.keys(), "a page is known by copies that no table holds"

@@ -11,6 +11,7 @@ import torch
 from rekindle.batch import Batch
 from rekindle.buffers import STOCK
 from rekindle.kernels import native
+from rekindle.kernels.device_memory import DeviceMemory
 from rekindle.kernels.matmul.scratch import Scratch, expanding_into
 from rekindle.layers import ModelSpan, PagedKv
 from rekindle.layers.base import page_shapes
@@ -25,6 +26,7 @@ from rekindle.stages.portions import portions_of, run_portions
 from rekindle.stages.recording import Recording
 from rekindle.stages.scores import score_prompts
 from rekindle.stages.state import SpanState
+from rekindle.stages.trade import Trade
 from rekindle.stages.types import PageCount, PendingTokens, StageOutput
 
 WORK = ("step:recorded", "step:eager", "experts:cache", "experts:cache and cpu", "experts:stream", "experts:host")
@@ -48,8 +50,10 @@ class LocalStage:
         widest: int = 0,
         table_width: int = 0,
         attended: int | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
-        """rewind_rows: of the longest block to verify, for which there is room from the start.
+        """memory: that the model's expert slots are cut from, some of which may be lent to the pool.
+        rewind_rows: of the longest block to verify, for which there is room from the start.
         slabs: of pinned memory that wait for captures, on a GPU.
         widest: quantised weights that are values at one time, as the plan counts them; 0 where no plan was made.
         table_width: pages of a sequence at the context limit; where it is known, short chunks are recorded too.
@@ -72,9 +76,11 @@ class LocalStage:
             policy=policy,
             attended=attended,
             record=record if on_gpu else None,
+            memory=memory,
         )
         self.pool, self._tables = self._paged.pool, self._paged.tables
         self._state = SpanState(model.spec, model.span, slots, self._paged)
+        self._trade = None if memory is None else Trade(self.pool, model.units(memory))
         self._blocks: dict[int, int] = {}  # by slot: where the block began that can be gone back into
         self._work = Counter(dict.fromkeys(WORK, 0))
         self._ways: dict[int, Counter[str]] = {}
@@ -119,6 +125,8 @@ class LocalStage:
         counts["swaps:"] = self.model.swaps
         counts["pages:out"], counts["pages:in"] = moved.page_outs, moved.page_ins
         counts["pages:away"], counts["pages:skipped"] = moved.away_attended, moved.skipped
+        if self._trade is not None:
+            counts.update({f"pages:{how}": count for how, count in self._trade.moves.items()})
         if self.slabs is not None:
             counts["slabs:late"], counts["slabs:refused"] = self.slabs.late, self.slabs.refused
         return counts
@@ -147,7 +155,14 @@ class LocalStage:
     @torch.inference_mode()
     def forward(self, batch: Batch, hidden: torch.Tensor | None, pending: PendingTokens | None = None) -> StageOutput:
         with self._on_device():
+            self._trade_for(batch)
             return run_portions(portions_of(batch, self._paged), hidden, pending, self._forward)
+
+    def _trade_for(self, batch: Batch) -> None:
+        if self._trade is not None:
+            tables = [self._tables[segment.slot] for segment in batch.segments]
+            more = sum(table.missing(segment.end) for table, segment in zip(tables, batch.segments, strict=True))
+            self._trade.before(tables, more, batch.rows)
 
     def _forward(self, batch: Batch, hidden: torch.Tensor | None, pending: PendingTokens | None) -> StageOutput:
         pages = self._prepare(batch)
@@ -285,6 +300,8 @@ class LocalStage:
     def commit_restore(self, slot: int) -> None:
         self._blocks.pop(slot, None)
         with self._on_device():
+            if self._trade is not None:  # for what comes there is room before it comes
+                self._trade.before([self._tables[slot]], self._state.missing(slot), rows=1)
             self._state.commit(slot)
 
     @torch.inference_mode()

@@ -57,6 +57,10 @@ class SpanState:
         self.paged.check(slot, position, own)
         self._prepared[slot] = position, own
 
+    def missing(self, slot: int) -> int:
+        """Pages more than it has now that the slot will hold when what was prepared is adopted."""
+        return self.paged.tables[slot].missing(self._prepared[slot][0])
+
     def abort(self, slot: int) -> None:
         self._prepared.pop(slot, None)
 

@@ -13,9 +13,10 @@ from rekindle.kernels.moe.cold import Answer, Missing
 ADDRESS = 1 << 40  # of host memory; kernels are specialised on its alignment only
 
 
-def launch_cold_experts(ffn: RoutedFfn, cache_slots: int, dtype: torch.dtype) -> None:
-    """cache_slots: of the layer's expert cache. One row, and every power of two of rows that the cache admits at once;
-    with and without the CPU's share, which is decided by a measurement when the weights are there."""
+def launch_cold_experts(ffn: RoutedFfn, kept: int, lendable: int, dtype: torch.dtype) -> None:
+    """Of the layer's expert cache: slots that follow the routing, and slots that can be lent. One row, and every power
+    of two of rows that the cache admits at once; with and without the CPU's share, which is decided by a measurement
+    when the weights are there."""
     from rekindle.experts import triton as kernels
     from rekindle.kernels.moe.triton import moe_missing, takes_missing
 
@@ -25,7 +26,7 @@ def launch_cold_experts(ffn: RoutedFfn, cache_slots: int, dtype: torch.dtype) ->
     router = ffn.router
     assert isinstance(router, torch.Tensor), "experts in planes are on a GPU, and their router with them"
     (experts, hidden), device = router.shape, router.device
-    residency = Residency([], cache_slots, experts, device)
+    residency = Residency([], kept + lendable, experts, device, range(lendable))
     one, places = (torch.zeros(size, dtype=torch.int32, device=device) for size in (1, experts))
     mailbox = one, ADDRESS, one, *(ADDRESS,) * 6, one, one
     answer = Answer(one, one, one, torch.empty(hidden, device=device), ADDRESS, ADDRESS, ADDRESS)
@@ -35,7 +36,7 @@ def launch_cold_experts(ffn: RoutedFfn, cache_slots: int, dtype: torch.dtype) ->
             slots, sources, weights = kernels.route_row(h, router, ffn.used, residency, places, places, request)
             moe_missing(h, slots, weights, *stacks, ffn.shared, Missing(sources, parts, reply))
     rows = 1
-    while rows * ffn.used <= cache_slots:
+    while rows * ffn.used <= kept:
         h, ids = h[:1].expand(rows, hidden).contiguous(), torch.zeros(rows, ffn.used, dtype=torch.int32, device=device)
         for takes in (None, one):
             slots, _ = kernels.admit(residency, ids, places, takes)

@@ -53,7 +53,8 @@ class CompileJob:
     target: tuple[str, int | str, int]  # backend, architecture, threads of a warp
     stamp: str  # the file to write when all is compiled
     workers: int
-    cache_slots: tuple[int, ...] = ()  # sizes of the expert caches of layers with cold experts, each size once
+    # Of layers with cold experts: slots of the expert cache that follow the routing, and that can be lent; pairs once.
+    cache_slots: tuple[tuple[int, int], ...] = ()
 
     @property
     def span(self) -> Span:
@@ -133,14 +134,14 @@ def make_job(
     dtype: str,
     slots: int,
     kv: tuple[str, KvMode, Policy],
-    cache_slots: Iterable[int],
+    cache_slots: Iterable[tuple[int, int]],
 ) -> CompileJob:
     """For a stage on `device`, which must be the current one."""
     import triton
     from triton.runtime import driver
 
     target = driver.active.get_current_target()
-    sizes = tuple(sorted({size for size in cache_slots if size}))
+    sizes = tuple(sorted({sizes for sizes in cache_slots if any(sizes)}))
     facts = (span, dtype, slots, kv, sizes, target, torch.cuda.get_device_name(), torch.__version__, triton.__version__)
     return CompileJob(
         str(file.path),

@@ -52,9 +52,9 @@ def needed_launches(file: WeightFile, job: CompileJob) -> Iterator[Launch]:
         for _ in run_step_shapes(stage):
             yield from list(launches)[given:]
             given = len(launches)
-        for ffn, slots in product(model.routed, job.cache_slots):
+        for ffn, (kept, lendable) in product(model.routed, job.cache_slots):
             assert isinstance(ffn, RoutedFfn), "all experts of an outline are hot"
-            launch_cold_experts(ffn, slots, dtype)
+            launch_cold_experts(ffn, kept, lendable, dtype)
         warm_up_draws(torch.empty(1, outline.spec.vocab, device=model.device)[:, : outline.spec.drawable])
     yield from list(launches)[given:]
 

@@ -101,9 +101,9 @@ class Lanes:
         struct = LaneMatrix(self.struct.type, self.rows, self.columns, data.data_ptr())
         return Lanes(self.type, self.rows, self.columns, data, struct, self.library)
 
-    def repeated(self, experts: int) -> Lanes:
-        """Uninitialised lanes of the same type and shape, for `experts` experts."""
-        data = self.data.new_empty(experts * self.data.numel())
+    def repeated(self, slots: Tensor) -> Lanes:
+        """Lanes of the same type and shape for several experts, in memory [experts, …] that is not yet filled."""
+        experts, data = slots.shape[0], slots.view(-1)
         struct = LaneMatrix(self.struct.type, self.rows, self.columns, data.data_ptr())
         return Lanes(self.type, self.rows, self.columns, data, struct, self.library, experts)
 

@@ -1,0 +1,101 @@
+"""From a plan's numbers to a stage whose expert slots KV can get."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rekindle.batch import Batch, Segment, Wanted
+from rekindle.bench.synth import write_synthetic
+from rekindle.build.stage import StageConfig, load_stage, stage_configs
+from rekindle.placement import Device, Machine, Plan, Wishes, known_shapes, make_plan, show_plan
+from rekindle.stages import LocalStage
+from rekindle.weights import WeightFile, open_weights
+
+TOKENS = np.random.default_rng(2).integers(0, 500, 1024).tolist()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> WeightFile:
+    return open_weights(write_synthetic(tmp_path_factory.mktemp("lent") / "tiny-moe.gguf", "tiny-moe"))
+
+
+def config_of(file: WeightFile, **changes: object) -> StageConfig:
+    layers, used = file.spec.layers, file.spec.ffn.used
+    hot = (tuple(range(file.spec.ffn.experts - used)),) * layers
+    config = StageConfig("cpu", file.spec.whole, 2, 4, 40, hot=hot, cache_slots=(used,) * layers)
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def logits(stage: LocalStage) -> torch.Tensor:
+    seen = list[torch.Tensor]()
+    for at in range(0, len(TOKENS), 128):
+        out = stage.forward(Batch((Segment(0, at, tuple(TOKENS[at : at + 128]), Wanted.LAST),)), None).logits
+        assert out is not None
+        seen.append(out[-1])
+    return torch.stack(seen)
+
+
+def test_a_stage_that_lends_slots_answers_as_one_with_a_fixed_pool_and_keeps_its_pages(file: WeightFile) -> None:
+    lends = load_stage(file, config_of(file, lendable=(3,) * file.spec.layers))
+    fixed = load_stage(file, config_of(file))
+    assert torch.equal(logits(lends), logits(fixed))
+    assert lends.work()["pages:lent"] > 0
+    assert lends.pool.places > fixed.pool.places
+    assert lends.pool.away < fixed.pool.away
+    assert "pages:lent" not in fixed.work()
+    lends.check()
+
+
+def test_the_shared_memory_takes_all_slots_of_the_layers_that_lend(file: WeightFile) -> None:
+    """Nothing of what the plan counts lies beside it a second time."""
+    stage = load_stage(file, config_of(file, lendable=(3,) * file.spec.layers))
+    trade = stage._trade
+    assert trade is not None
+    run = stage.pool.kv[0]
+    first, end = run.data_ptr(), run.data_ptr() + run.nbytes
+    for ffn in stage.model.routed:
+        for plane in ffn.weights.slot_planes():  # type: ignore[union-attr]
+            assert first <= plane.data_ptr() < end
+
+
+def test_layers_whose_cache_is_too_small_for_a_row_keep_slots_for_one(file: WeightFile) -> None:
+    """Also where all of a layer's experts are hot."""
+    layers, experts, used = file.spec.layers, file.spec.ffn.experts, file.spec.ffn.used
+    hot = (tuple(range(experts)), *((tuple(range(experts - 1)),) * (layers - 1)))
+    cached = (0, *(1,) * (layers - 1))
+    lends = load_stage(file, config_of(file, hot=hot, cache_slots=cached, lendable=(4,) * layers))
+    assert [ffn.residency.kept for ffn in lends.model.routed] == [used] * layers  # type: ignore[union-attr]
+    assert torch.equal(logits(lends), logits(load_stage(file, config_of(file))))
+    lends.check()
+
+
+def plan_of(pool: int | None, mode: str = "exact", ram: int = 1 << 36) -> Plan:
+    spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
+    machine = Machine((Device("cuda:0", "cuda", int(22.1 * (1 << 30))),), ram)
+    wishes = Wishes(131_072, sequences=2, chunk=2048, pool=pool, kv_mode=mode, cache_ram=None)
+    return make_plan(machine, spec, sizes, wishes)
+
+
+def test_a_pool_that_was_asked_for_and_a_sparse_one_are_never_traded() -> None:
+    free, asked, sparse = plan_of(None), plan_of(65_536), plan_of(None, "sparse")
+    (config,) = stage_configs(free, "bfloat16")
+    assert any(config.lendable)
+    assert config.lendable == free.stages[0].lendable
+    assert "gets the slots of up to" in show_plan(free)
+    for plan in (asked, sparse):
+        assert not plan.stages[0].lendable
+        assert "gets the slots" not in show_plan(plan)
+    assert asked.stages[0].pool_tokens == 65_536
+
+
+def test_snapshots_come_before_experts_that_lie_in_ram_only_to_be_lent() -> None:
+    """As many conversations fit whether slots can be lent or not."""
+    for gib in range(8, 24):
+        plan = plan_of(None, ram=gib << 30)
+        each = plan.snapshot_bytes.conversation(131_072)
+        assert not plan.stages[0].lendable or plan.snapshot_ram >= 2 * each
+    assert plan.stages[0].lendable, "and with more RAM slots can be lent"
