@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ import torch
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.synth import write_synthetic
+from rekindle.build import build_engine
 from rekindle.build.stage import StageConfig, load_stage, stage_configs
+from rekindle.config import Config
+from rekindle.errors import BadConfig
 from rekindle.placement import Device, Machine, Plan, Wishes, known_shapes, make_plan, show_plan
 from rekindle.stages import LocalStage
 from rekindle.weights import WeightFile, open_weights
@@ -73,29 +77,33 @@ def test_layers_whose_cache_is_too_small_for_a_row_keep_slots_for_one(file: Weig
     lends.check()
 
 
-def plan_of(pool: int | None, mode: str = "exact", ram: int = 1 << 36) -> Plan:
+def plan_of(lends: bool = True, ram: int = 1 << 36) -> Plan:
     spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
     machine = Machine((Device("cuda:0", "cuda", int(22.1 * (1 << 30))),), ram)
-    wishes = Wishes(131_072, sequences=2, chunk=2048, pool=pool, kv_mode=mode, cache_ram=None)
+    wishes = Wishes(131_072, sequences=2, chunk=2048, lends=lends, cache_ram=None)
     return make_plan(machine, spec, sizes, wishes)
 
 
-def test_a_pool_that_was_asked_for_and_a_sparse_one_are_never_traded() -> None:
-    free, asked, sparse = plan_of(None), plan_of(65_536), plan_of(None, "sparse")
-    (config,) = stage_configs(free, "bfloat16")
+def test_memory_is_traded_where_that_was_asked_for() -> None:
+    traded, fixed = plan_of(), plan_of(lends=False)
+    (config,) = stage_configs(traded, "bfloat16")
     assert any(config.lendable)
-    assert config.lendable == free.stages[0].lendable
-    assert "gets the slots of up to" in show_plan(free)
-    for plan in (asked, sparse):
-        assert not plan.stages[0].lendable
-        assert "gets the slots" not in show_plan(plan)
-    assert asked.stages[0].pool_tokens == 65_536
+    assert config.lendable == traded.stages[0].lendable
+    assert "gets the slots of up to" in show_plan(traded)
+    assert not fixed.stages[0].lendable
+    assert "gets the slots" not in show_plan(fixed)
+
+
+@pytest.mark.parametrize("other", [{"pool": 65_536}, {"kv_mode": "sparse"}])
+def test_a_pool_that_was_asked_for_and_a_sparse_one_are_never_traded(file: WeightFile, other: dict[str, Any]) -> None:
+    with pytest.raises(BadConfig, match="--live-memory changes the KV pool"):
+        build_engine(Config(model=file.path, devices=("cpu",), live_memory=True, **other))
 
 
 def test_snapshots_come_before_experts_that_lie_in_ram_only_to_be_lent() -> None:
     """As many conversations fit whether slots can be lent or not."""
     for gib in range(8, 24):
-        plan = plan_of(None, ram=gib << 30)
+        plan = plan_of(ram=gib << 30)
         each = plan.snapshot_bytes.conversation(131_072)
         assert not plan.stages[0].lendable or plan.snapshot_ram >= 2 * each
     assert plan.stages[0].lendable, "and with more RAM slots can be lent"

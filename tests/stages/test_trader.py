@@ -112,7 +112,8 @@ def plan_of(budget: float, skew: float, pool: int | None = None) -> Plan:
     spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
     counts = [[(rank + 1) ** -skew for rank in range(spec.ffn.experts)]] * spec.layers if skew else None
     machine = Machine((Device("cuda:0", "cuda", int(budget * GIB), rates=card_named("H200").rates),), 256 * GIB)
-    return make_plan(machine, spec, sizes, Wishes(CONTEXT, sequences=16, chunk=2048, pool=pool, counts=counts))
+    wishes = Wishes(CONTEXT, sequences=16, chunk=2048, pool=pool, lends=pool is None, counts=counts)
+    return make_plan(machine, spec, sizes, wishes)
 
 
 def tokens_per_second(plan: Plan, context: int) -> float:

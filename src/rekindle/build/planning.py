@@ -82,6 +82,9 @@ def plan_numbers(
             "--audit compares logits with a cold run; with --kv-mode sparse a rounding may choose another page, which "
             "is no fault and looks like one; leave one out"
         )
+    if config.live_memory and (config.pool is not None or config.kv_mode == "sparse"):
+        fixed = "--pool fixes" if config.pool is not None else "answers of --kv-mode sparse depend on"
+        raise BadConfig(f"--live-memory changes the KV pool as contexts grow, and {fixed} its size; leave one out")
     if config.context is not None and config.context > spec.context:
         raise BadConfig(f"--context is {config.context:,}, the model was trained for {spec.context:,}")
     wishes = Wishes(
@@ -89,6 +92,7 @@ def plan_numbers(
         sequences=config.sequences,
         kv_type=kv_type,
         pool=config.pool,
+        lends=config.live_memory,
         kv_mode=config.kv_mode,
         kv_policy=config.kv_policy,
         split=parse_split(config.split, len(names), spec.layers),

@@ -32,6 +32,12 @@ class Preset:
     defaults: tuple[tuple[str, float], ...] = ()  # of DEFAULTS: they win over the model's card
 
 
+def _switch(value: Any, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise BadConfig(f"{what} is {value!r}, which is neither true nor false")
+    return value
+
+
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value:
         raise BadConfig(f"{what} must be a string, got {value!r}")
@@ -87,6 +93,7 @@ OPTIONS: dict[str, Callable[[Any, str], Any]] = {
     "kv-type": _text,
     "kv-mode": _text,
     "kv-policy": _text,
+    "live-memory": _switch,
     "draft": _text,
     "drafter": _path,  # beside the presets file, or absolute
     "pool": _count,

@@ -62,6 +62,13 @@ KvMode = Annotated[
         help="exact: attention over the whole context; sparse: over no more than the KV pool, and the response says so."
     ),
 ]
+LiveMemory = Annotated[
+    bool,
+    typer.Option(
+        help="KV of a conversation that outgrows the pool gets the memory of the coldest experts, until it ends. "
+        "Off by default: no GPU has run it yet."
+    ),
+]
 KvPolicy = Annotated[
     str, typer.Option(help="Which KV pages sparse mode attends to: qk (the likeliest to matter) or lru (the latest).")
 ]

@@ -70,6 +70,7 @@ def serve(
     kv_type: options.KvType = None,
     kv_mode: options.KvMode = "exact",
     kv_policy: options.KvPolicy = "qk",
+    live_memory: options.LiveMemory = False,
     draft: options.Draft = options.DRAFT,
     drafter: options.Drafter = None,
     pool: Annotated[
@@ -195,6 +196,7 @@ def serve(
         kv_type=kv_type,
         kv_mode=kv_mode,
         kv_policy=kv_policy,
+        live_memory=live_memory,
         draft=draft,
         drafter=drafter,
         pool=pool,

@@ -16,9 +16,8 @@ PLANNED_SHARE = 0.8  # the same where the types of the weights are at their wors
 
 
 def may_lend(wishes: Wishes, device: Device) -> bool:
-    """Whether stages on the device trade at all. What sparse mode attends depends on its pool, which must not change;
-    memory that is RAM gains nothing."""
-    return wishes.pool is None and wishes.kv_mode == "exact" and not device.host
+    """Whether stages on the device trade at all. Memory that is RAM gains nothing."""
+    return wishes.lends and not device.host
 
 
 def lendable_slots(

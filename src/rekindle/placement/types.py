@@ -119,6 +119,7 @@ class Wishes:
     sequences: int = 1  # slots
     kv_type: str = "bf16"
     pool: int | None = None  # tokens of KV on every device
+    lends: bool = False  # KV that outgrows the pool gets the slots of the coldest experts
     drafter_bytes: int = 0  # the drafter's weights and its own state, where it lives beside the head …
     drafter_ram: int = 0  # … and where it lives in the RAM of this process, since the head is in another
     drafter_context: int = 0  # bytes of its state of one sequence at most, a part of every snapshot
