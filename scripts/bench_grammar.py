@@ -25,7 +25,7 @@ from rekindle.build import embedded_model, open_model
 from rekindle.grammar import Grammar
 from rekindle.grammar.calls import CallableTool, CallFormat, calls_only
 from rekindle.grammar.compiler import Compiler, Vocabulary
-from rekindle.grammar.frame import Thinking, in_library_form, whole
+from rekindle.grammar.frame import ThinkingFrame, in_library_form, whole
 from rekindle.grammar.guide import Guide, Rules
 from rekindle.kernels.sampling import keep_allowed
 
@@ -53,11 +53,12 @@ ORDER = {
     "additionalProperties": False,
 }
 SOURCES = {
-    "schema": whole(Thinking.NONE, in_library_form(Grammar.of_schema(ORDER, "x"))),
-    "any object": whole(Thinking.NONE, in_library_form(Grammar.of_any_object("x"))),
-    "thinking, then the schema": whole(Thinking.OPEN, in_library_form(Grammar.of_schema(ORDER, "x"))),
+    "schema": whole(ThinkingFrame.NONE, in_library_form(Grammar.of_schema(ORDER, "x"))),
+    "any object": whole(ThinkingFrame.NONE, in_library_form(Grammar.of_any_object("x"))),
+    "thinking, then the schema": whole(ThinkingFrame.OPEN, in_library_form(Grammar.of_schema(ORDER, "x"))),
     "20 tools": whole(
-        Thinking.NONE, calls_only([CallableTool(f"t{n}", ORDER, True, "x") for n in range(20)], CallFormat.XML, True)
+        ThinkingFrame.NONE,
+        calls_only([CallableTool(f"t{n}", ORDER, True, "x") for n in range(20)], CallFormat.XML, True),
     ),
 }
 T = TypeVar("T")

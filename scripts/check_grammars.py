@@ -30,7 +30,7 @@ from rekindle.config import Config
 from rekindle.engine.types import Event, Failed, Finished, FinishReason, Request, Sampling, Token
 from rekindle.errors import BadRequest
 from rekindle.grammar import Grammar
-from rekindle.grammar.frame import Thinking, in_library_form, whole
+from rekindle.grammar.frame import ThinkingFrame, in_library_form, whole
 from rekindle.prompt import Prompt
 
 LONGEST = 1500  # tokens of an answer
@@ -129,7 +129,7 @@ class Answer:
 
 def ask(built: Built, text: ModelText, schema: dict[str, Any], seed: int) -> Answer:
     """Raises BadRequest where the schema is refused."""
-    rules = text.compile(whole(Thinking.NONE, in_library_form(Grammar.of_schema(schema, "schema"))), "schema")
+    rules = text.compile(whole(ThinkingFrame.NONE, in_library_form(Grammar.of_schema(schema, "schema"))), "schema")
     answer = Answer(schema)
     built.entry.submit(
         Request(

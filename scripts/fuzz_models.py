@@ -125,10 +125,10 @@ def tiny(architecture: str) -> Tiny:
 
 
 def spec_of(metadata: dict[str, Any]) -> Any:
-    from rekindle.models.keys import Seen
+    from rekindle.models.keys import KeysSeen
     from rekindle.weights.spec_reader import read_spec
 
-    seen = Seen(tensors=999, vocab=VOCAB, tokens=VOCAB - 4, tied=False, rope_factors=None)
+    seen = KeysSeen(tensors=999, vocab=VOCAB, tokens=VOCAB - 4, tied=False, rope_factors=None)
     return read_spec(Path("tiny"), metadata, seen)
 
 

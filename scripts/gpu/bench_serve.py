@@ -29,7 +29,7 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
-from rekindle.bench.load import Client, Load, Row, rows_of, run_load
+from rekindle.bench.load import Load, LoadClient, LoadRow, rows_of, run_load
 
 SERVE = "from rekindle.cli import main; main()"
 PROFILED = r"""
@@ -118,7 +118,7 @@ KEPT = {  # asked of a server with a folder, and again of the next one
 def ask(server: Server, name: str, load: Load, vocab: int, profile: bool) -> dict[str, object]:
     seed = zlib.crc32(name.removeprefix("before ").removeprefix("after ").encode())
     load = replace(load, vocab=vocab, lowest=min(1000, vocab // 2), seed=seed)
-    rows = rows_of(asyncio.run(run_load(Client(server.url), load)))
+    rows = rows_of(asyncio.run(run_load(LoadClient(server.url), load)))
     for row in rows:
         say(name, row)
     if profile:
@@ -149,8 +149,8 @@ def compare_grammar(
 ) -> list[dict[str, object]]:
     schema = {"type": "json_schema", "json_schema": {"name": "bench", "strict": True, "schema": schema_of(answer)}}
     clients = {
-        "plain": Client(server.url, fields=DRAWN),
-        "grammar": Client(server.url, fields={**DRAWN, "ignore_eos": False, "response_format": schema}),
+        "plain": LoadClient(server.url, fields=DRAWN),
+        "grammar": LoadClient(server.url, fields={**DRAWN, "ignore_eos": False, "response_format": schema}),
     }
     for client in clients.values():  # kernels, the table of the vocabulary, the compiled grammar
         speed_of(client, 1, 8, vocab, "warm")
@@ -164,7 +164,7 @@ def compare_grammar(
     return told
 
 
-def speed_of(client: Client, streams: int, answer: int, vocab: int, seed: object) -> float:
+def speed_of(client: LoadClient, streams: int, answer: int, vocab: int, seed: object) -> float:
     load = Load(prompts=(64,), requests=streams, concurrency=streams, answer=answer, vocab=vocab,
                 lowest=min(1000, vocab // 2), seed=zlib.crc32(f"{seed} {streams}".encode()))  # fmt: skip
     answers = asyncio.run(run_load(client, load))
@@ -185,7 +185,7 @@ def show_grammar(told: list[dict[str, object]]) -> None:
               f"{'' if goal is None else f'{goal:g} %'}")  # fmt: skip
 
 
-def say(name: str, row: Row) -> None:
+def say(name: str, row: LoadRow) -> None:
     print(
         f"{name:20s} {row.what:22s} first {row.first_p50:8.1f} worst {row.first_worst:8.1f} last {row.last_first:8.1f} "
         f"gap {row.gap_p50:6.2f} p99 {row.gap_p99:7.2f} worst {row.gap_worst:7.2f} tok/s {row.decode:6.1f} "

@@ -125,7 +125,9 @@ class Bench:
 
 def plan_of(file: WeightFile, budget: float, pool: int | None, ranked: bool) -> Plan:
     machine = Machine((Device("cuda:0", "cuda", int(budget * GIB), rates=card_named("H200").rates),), 256 * GIB)
-    wishes = Wishes(131_072, sequences=16, chunk=2048, pool=pool, lends=pool is None, counts=ranks(file.spec) if ranked else None)
+    wishes = Wishes(
+        131_072, sequences=16, chunk=2048, pool=pool, lends=pool is None, counts=ranks(file.spec) if ranked else None
+    )
     return make_plan(machine, file.spec, loaded_sizes(file, torch.bfloat16), wishes)
 
 

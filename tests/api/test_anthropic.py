@@ -11,7 +11,7 @@ import httpx
 import pytest
 from anthropic import Anthropic
 
-from rekindle.api import Keys
+from rekindle.api import ApiKeys
 
 from .conftest import PATIENCE, House
 
@@ -242,7 +242,7 @@ def test_errors_have_the_types_that_clients_know(house: House, fresh_house: Any)
         streamed(house, "say(hello)[bug]")
     assert midway.value.body["error"]["type"] == "api_error"
     assert "secret" not in str(midway.value)
-    closed = fresh_house(keys=Keys.single("sesame-seed"))
+    closed = fresh_house(keys=ApiKeys.single("sesame-seed"))
     with pytest.raises(anthropic.AuthenticationError) as stranger:
         ask(closed, "hi")
     assert stranger.value.body["error"]["type"] == "authentication_error"

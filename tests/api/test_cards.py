@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.api.cards import CAUTIOUS, Card, card_of, names_in
+from rekindle.api.cards import CAUTIOUS, ModelCard, card_of, names_in
 from rekindle.engine.types import Sampling
 
 
@@ -56,7 +56,7 @@ def test_a_file_that_recommends_nonsense_is_not_heeded(bad: Any) -> None:
 
 
 def test_a_template_that_closes_the_thinking_gets_the_defaults_for_that(fresh_house: Any) -> None:
-    card = Card(Sampling(temperature=0.9), Sampling(temperature=0.4, presence_penalty=1.5), origin="a test")
+    card = ModelCard(Sampling(temperature=0.9), Sampling(temperature=0.4, presence_penalty=1.5), origin="a test")
     house = fresh_house(card=card)
 
     def temperature(said: str, **fields: Any) -> float:

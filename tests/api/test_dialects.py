@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rekindle.api import Keys, Settings
+from rekindle.api import ApiKeys, Settings
 from rekindle.api.dialects import DIALECTS
 from rekindle.api.dialects.base import Service
 from rekindle.api.errors import Fault
@@ -104,7 +104,7 @@ def test_a_dialect_of_one_file_answers_streams_refuses_and_lists_its_models(fres
 
 
 def test_the_paths_of_a_new_dialect_need_a_key_where_there_are_keys(fresh_house):
-    house = fresh_house(dialects=(*DIALECTS, Letters()), keys=Keys.single("sesame-seed"))
+    house = fresh_house(dialects=(*DIALECTS, Letters()), keys=ApiKeys.single("sesame-seed"))
     assert httpx.post(house.url + "/post/letter", json={"dear": "x"}).status_code == 401
     assert httpx.get(house.url + "/post/writers").status_code == 401
     assert httpx.post(house.url + "/scales", json={"dear": "x"}).status_code == 401

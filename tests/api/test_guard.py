@@ -17,7 +17,7 @@ from rekindle.api import Guard
 from rekindle.api.bodies import SMALL
 from rekindle.api.dialects.openai_chat import ChatBody
 from rekindle.api.dialects.openai_completions import CompletionBody
-from rekindle.api.keys import Client, Keys
+from rekindle.api.keys import ApiKeys, Client
 from rekindle.api.limits import Meters
 from rekindle.api.parsing import MAX_BRACKETS, MAX_MESSAGES, mend_surrogates, parse
 from rekindle.errors import BadConfig, BadRequest
@@ -300,7 +300,7 @@ def test_a_body_whose_model_is_being_loaded_leaves_the_budget_to_others(fresh_ho
 
 
 def test_slow_bodies_of_one_key_leave_room_for_another(fresh_house, tmp_path):
-    house = fresh_house(max_body=LARGE, bodies=4, keys=Keys.read(keys_file(tmp_path, TWO)))
+    house = fresh_house(max_body=LARGE, bodies=4, keys=ApiKeys.read(keys_file(tmp_path, TWO)))
     bob, alice = ({"Authorization": f"Bearer {name}'s long secret"} for name in ("bob", "alice"))
     slow = unfinished(house, 2, **bob)
     body = b'{"prompt": "say(x)", "suffix": "' + b"x" * (2 * SMALL) + b'"}'
@@ -391,7 +391,7 @@ def test_a_connection_serves_on_when_a_request_was_refused_before_its_body_came(
 
 
 def test_nobody_reads_the_rest_of_a_body_that_was_answered(fresh_house):
-    house = fresh_house(keys=Keys.single("a key"))
+    house = fresh_house(keys=ApiKeys.single("a key"))
     connection = socket.create_connection(("127.0.0.1", house.port), timeout=20)
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     connection.sendall(head.encode() + b"1\r\nx\r\n" * 1000)
@@ -443,7 +443,7 @@ tokens_per_minute = 40
 
 
 def test_each_key_has_its_name_space_and_the_engine_is_told(fresh_house, tmp_path):
-    house = fresh_house(keys=Keys.read(keys_file(tmp_path, TWO)))
+    house = fresh_house(keys=ApiKeys.read(keys_file(tmp_path, TWO)))
     chat = {"messages": [{"role": "user", "content": "[dropped] say(x)"}]}
     for secret, namespace in (("alice's long secret", "alice"), ("bob's long secret", "team")):
         house.text.namespaces.clear()
@@ -455,7 +455,7 @@ def test_each_key_has_its_name_space_and_the_engine_is_told(fresh_house, tmp_pat
 
 
 def test_a_client_that_has_used_its_requests_is_told_when_to_come_again(fresh_house, tmp_path):
-    house = fresh_house(keys=Keys.read(keys_file(tmp_path, TWO)))
+    house = fresh_house(keys=ApiKeys.read(keys_file(tmp_path, TWO)))
     alice = {"Authorization": "Bearer alice's long secret"}
     assert [post(house, {"prompt": "say(x)"}, **alice).status_code for _ in range(4)] == [200, 200, 200, 429]
     refused = post(house, {"prompt": "say(x)"}, **alice)
@@ -464,7 +464,7 @@ def test_a_client_that_has_used_its_requests_is_told_when_to_come_again(fresh_ho
 
 
 def test_a_client_that_has_used_its_tokens_waits_while_others_do_not(fresh_house, tmp_path):
-    house = fresh_house(keys=Keys.read(keys_file(tmp_path, TWO)))
+    house = fresh_house(keys=ApiKeys.read(keys_file(tmp_path, TWO)))
     bob = {"Authorization": "Bearer bob's long secret"}
     assert post(house, {"prompt": "say(" + "x" * 60 + ")"}, **bob).status_code == 200
     assert "40 tokens a minute" in refusal(post(house, {"prompt": "say(x)"}, **bob), 429)
@@ -472,7 +472,7 @@ def test_a_client_that_has_used_its_tokens_waits_while_others_do_not(fresh_house
 
 
 def test_a_client_has_no_more_requests_under_way_than_its_key_allows(fresh_house, tmp_path):
-    house = fresh_house(keys=Keys.read(keys_file(tmp_path, TWO)))
+    house = fresh_house(keys=ApiKeys.read(keys_file(tmp_path, TWO)))
     alice = {"Authorization": "Bearer alice's long secret"}
     body = {"prompt": "[drip]say(abcdef)", "stream": True}
     with httpx.stream("POST", house.url + "/v1/completions", json=body, headers=alice, timeout=20) as response:
@@ -486,7 +486,7 @@ def test_a_client_has_no_more_requests_under_way_than_its_key_allows(fresh_house
 
 
 def test_each_answer_counts_and_not_each_request(fresh_house, tmp_path):
-    house = fresh_house(keys=Keys.read(keys_file(tmp_path, TWO)))
+    house = fresh_house(keys=ApiKeys.read(keys_file(tmp_path, TWO)))
     alice = {"Authorization": "Bearer alice's long secret"}
     assert "its limit is 1" in refusal(post(house, {"prompt": "say(x)", "n": 2}, **alice), 429)
     assert "its limit is 1" in refusal(post(house, {"prompt": ["a", "b"]}, **alice), 429)
@@ -494,7 +494,7 @@ def test_each_answer_counts_and_not_each_request(fresh_house, tmp_path):
 
 
 def test_counts_of_all_clients_are_for_the_keys_that_may_see_them(fresh_house, tmp_path):
-    house = fresh_house(keys=Keys.read(keys_file(tmp_path, TWO + "metrics = true\n")))
+    house = fresh_house(keys=ApiKeys.read(keys_file(tmp_path, TWO + "metrics = true\n")))
     asked = [
         httpx.get(house.url + "/metrics", headers={"x-api-key": f"{name}'s long secret"}).status_code
         for name in ("alice", "bob", "mallory")
@@ -505,7 +505,7 @@ def test_counts_of_all_clients_are_for_the_keys_that_may_see_them(fresh_house, t
 def test_how_much_was_known_is_told_to_a_client_alone_in_its_name_space(fresh_house, tmp_path):
     shared = TWO.replace('namespace = "team"', 'namespace = "alice"')
     for text, told in ((TWO, True), (shared, False)):
-        house = fresh_house(keys=Keys.read(keys_file(tmp_path, text)))
+        house = fresh_house(keys=ApiKeys.read(keys_file(tmp_path, text)))
         answer = post(house, {"prompt": "say(x)"}, Authorization="Bearer alice's long secret").json()["rekindle"]
         assert (answer["divergence"] is not None) == told
         assert ("the prompt leaves what was seen" in answer["miss"]) == told
@@ -567,16 +567,16 @@ def test_a_bucket_refills_evenly_and_never_overflows():
 )
 def test_a_file_of_keys_that_makes_no_sense_is_refused_in_a_sentence(tmp_path, text, why):
     with pytest.raises(BadConfig, match="(?s)keys.toml.*" + why.replace(".", r"\.")):
-        Keys.read(keys_file(tmp_path, text))
+        ApiKeys.read(keys_file(tmp_path, text))
 
 
 def test_an_empty_key_is_no_key():
     with pytest.raises(BadConfig, match="empty"):
-        Keys.single("")
+        ApiKeys.single("")
 
 
 def test_a_file_of_keys_that_others_can_read_is_named(tmp_path, caplog):
     path = keys_file(tmp_path, "[a]\nkey = 'long enough'")
     path.chmod(0o644)
-    Keys.read(path)
+    ApiKeys.read(path)
     assert "chmod 600" in caplog.text

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.api.keys import Client, Keys
+from rekindle.api.keys import ApiKeys, Client
 from rekindle.engine.types import Request
 
 END = 256  # the paper model's stop token
@@ -79,7 +79,7 @@ def test_after_an_answer_the_prompt_that_comes_next_is_prepared(
 
 
 def test_the_state_that_is_prepared_lies_in_the_name_space_of_its_client(quiet_house: Callable[..., House]) -> None:
-    house = quiet_house(keys=Keys({"bob's long secret": Client("bob", "team")}))
+    house = quiet_house(keys=ApiKeys({"bob's long secret": Client("bob", "team")}))
     ask(house, "[dropped] say(Hello there!)", key="bob's long secret")
     assert [submitted(house).namespace for _ in range(2)] == ["team", "team"]
     wait_for_outcome(house, "prepared", key="bob's long secret")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from rekindle.api.dialects import DIALECTS
-from rekindle.api.keys import Keys
+from rekindle.api.keys import ApiKeys
 from rekindle.api.parsing import MAX_FIELDS, Body, parse
 from rekindle.api.utilities import DetokenizeBody
 from rekindle.errors import BadRequest
@@ -154,7 +154,7 @@ def test_a_refusal_that_needs_no_body_leaves_the_connection_to_the_next_request(
     fresh_house: Any, path: str, length: int
 ) -> None:
     """Clients use a connection again, and an agent's next try would be lost."""
-    house = fresh_house(keys=Keys.single("a long key"))
+    house = fresh_house(keys=ApiKeys.single("a long key"))
     connection = socket.create_connection(("127.0.0.1", house.port), timeout=20)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
     for _ in range(2):

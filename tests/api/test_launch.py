@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rekindle.api import Keys
+from rekindle.api import ApiKeys
 from rekindle.cli import app
 from rekindle.errors import BadConfig
 
@@ -89,7 +89,7 @@ def test_opencode_gets_its_config_in_a_variable(house: Any, noted: Path) -> None
 
 
 def test_the_key_of_the_server_goes_along(fresh_house: Any, noted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    house = fresh_house(keys=Keys.single("sesame-seed"))
+    house = fresh_house(keys=ApiKeys.single("sesame-seed"))
     refused = launch("codex", "--url", house.url)
     assert isinstance(refused.exception, BadConfig)
     assert "no server answers" in str(refused.exception)

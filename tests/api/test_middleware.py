@@ -6,8 +6,8 @@ import httpx
 import openai
 import pytest
 
-from rekindle.api import Guard, Keys, Settings
-from rekindle.api.cards import Card
+from rekindle.api import ApiKeys, Guard, Settings
+from rekindle.api.cards import ModelCard
 from rekindle.engine.types import Sampling
 from rekindle.errors import BadConfig
 
@@ -15,7 +15,7 @@ JSON = {"content-type": "application/json"}
 
 
 def test_without_the_right_key_v1_is_closed_and_the_rest_is_open(fresh_house):
-    house = fresh_house(keys=Keys.single("sésame"))
+    house = fresh_house(keys=ApiKeys.single("sésame"))
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sésame".encode()}):
         response = httpx.get(house.url + "/v1/models", headers=headers)
         assert response.status_code == 401
@@ -34,7 +34,7 @@ def test_without_the_right_key_v1_is_closed_and_the_rest_is_open(fresh_house):
 def test_other_origins_are_not_allowed_unless_named(house, fresh_house):
     asked = {"Origin": "http://other", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in httpx.options(house.url + "/v1/completions", headers=asked).headers
-    open_one = fresh_house(origins=("http://other",), keys=Keys.single("k"))
+    open_one = fresh_house(origins=("http://other",), keys=ApiKeys.single("k"))
     response = httpx.options(open_one.url + "/v1/completions", headers=asked)
     assert response.headers["access-control-allow-origin"] == "http://other"
     refused = httpx.get(open_one.url + "/v1/models", headers={"Origin": "http://other"})
@@ -116,7 +116,7 @@ def test_metrics_count_what_happened(fresh_house):
 
 
 def test_the_servers_own_defaults_apply_where_a_request_is_silent(fresh_house):
-    house = fresh_house(card=Card(Sampling(temperature=0.6, top_k=20), max_tokens=3))
+    house = fresh_house(card=ModelCard(Sampling(temperature=0.6, top_k=20), max_tokens=3))
     answer = house.client().completions.create(model="m", prompt="say(abcdef)", temperature=0)
     assert answer.choices[0].text == "abc"
     sampling = house.engine.requests[-1].sampling
@@ -125,7 +125,7 @@ def test_the_servers_own_defaults_apply_where_a_request_is_silent(fresh_house):
 
 @pytest.mark.parametrize(
     ("name", "bad"),
-    [("models", ()), ("context", 1), ("card", Card(max_tokens=0)), ("card", Card(Sampling(top_p=2.0)))],
+    [("models", ()), ("context", 1), ("card", ModelCard(max_tokens=0)), ("card", ModelCard(Sampling(top_p=2.0)))],
 )
 def test_settings_that_make_no_sense_are_refused(name, bad):
     with pytest.raises(BadConfig):

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.api import Keys
+from rekindle.api import ApiKeys
 from rekindle.api.traces import Traces, _is_installed
 from rekindle.cli.logs import _JsonLines
 from rekindle.errors import BadConfig
@@ -27,7 +27,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[Any]:
 
 @pytest.fixture
 def ask(fresh_house: Any, caplog: pytest.LogCaptureFixture) -> Ask:
-    house = fresh_house(keys=Keys.single("sesame-seed"))
+    house = fresh_house(keys=ApiKeys.single("sesame-seed"))
 
     def post(headers: dict[str, str] = KEYS, path: str = "/v1/completions", **body: Any) -> logging.LogRecord:
         caplog.clear()

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from rekindle.api import Keys
+from rekindle.api import ApiKeys
 
 
 def post(house: Any, path: str, **body: Any) -> httpx.Response:
@@ -67,7 +67,7 @@ def test_embeddings_are_refused_in_each_dialect(house: Any) -> None:
 
 
 def test_pages_of_allowed_origins_may_use_every_route_and_others_none(fresh_house: Any) -> None:
-    house = fresh_house(origins=("https://chat.example",), keys=Keys.single("sesame-seed"))
+    house = fresh_house(origins=("https://chat.example",), keys=ApiKeys.single("sesame-seed"))
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type,authorization"}
     for path in ("/v1/responses", "/api/chat", "/api/generate", "/api/show", "/api/tags", "/tokenize", "/props"):
         allowed = httpx.options(house.url + path, headers={"origin": "https://chat.example"} | asked)

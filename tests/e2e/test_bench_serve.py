@@ -15,7 +15,7 @@ from rich.console import Console
 from support.forked import run_rekindle
 from support.server import Server, StartServer
 
-from rekindle.bench.load import Answer, Client, Load, rows_of, run_load, share_below
+from rekindle.bench.load import Load, LoadClient, ServedAnswer, rows_of, run_load, share_below
 from rekindle.cli.bench import load_table
 from rekindle.errors import BadConfig
 
@@ -105,11 +105,11 @@ def test_a_server_that_hangs_up_and_one_that_is_not_there_are_failures() -> None
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     load = Load(prompts=(4,), requests=1)
-    (answer,) = asyncio.run(run_load(Client(url), load))
+    (answer,) = asyncio.run(run_load(LoadClient(url), load))
     assert answer.failure is not None
     thread.join()
     listener.close()
-    (answer,) = asyncio.run(run_load(Client(url), load))
+    (answer,) = asyncio.run(run_load(LoadClient(url), load))
     assert answer.failure is not None
 
 
@@ -138,7 +138,7 @@ def test_a_peer_without_token_ids_and_without_our_report_is_measured_by_its_own_
     thread = threading.Thread(target=answer_once)
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    (row,) = rows_of(asyncio.run(run_load(Client(url, token_ids=False), Load(prompts=(4,), requests=1))))
+    (row,) = rows_of(asyncio.run(run_load(LoadClient(url, token_ids=False), Load(prompts=(4,), requests=1))))
     thread.join()
     listener.close()
     assert (row.failed, row.answered, row.restored, row.computed) == (0, 2, {"cache": 3}, 1)
@@ -152,7 +152,7 @@ def test_shares_are_counted_from_below() -> None:
 
 
 def test_gaps_and_first_tokens_are_taken_from_the_arrivals() -> None:
-    answers = [Answer("x", 10, sent=1.0, arrivals=[1.5, 1.6, 2.0], tokens=3), Answer("x", 10, failure="no")]
+    answers = [ServedAnswer("x", 10, sent=1.0, arrivals=[1.5, 1.6, 2.0], tokens=3), ServedAnswer("x", 10, failure="no")]
     (row,) = rows_of(answers)
     assert (row.requests, row.failed, row.failure) == (2, 1, "no")
     assert row.first_p50 == row.last_first == pytest.approx(500)
@@ -163,7 +163,7 @@ def test_gaps_and_first_tokens_are_taken_from_the_arrivals() -> None:
 
 def test_the_table_fits_a_line_of_100(capsys: pytest.CaptureFixture[str]) -> None:
     answers = [
-        Answer("turn 10 on 131072", 140_000, 0, [9.9, 19.8], tokens=2, restored={"ram": 131_072}, computed=9_000)
+        ServedAnswer("turn 10 on 131072", 140_000, 0, [9.9, 19.8], tokens=2, restored={"ram": 131_072}, computed=9_000)
         for _ in range(9)
     ]
     Console(width=100).print(load_table(rows_of(answers)))
@@ -182,4 +182,4 @@ def test_a_load_that_makes_no_sense_is_refused_by_the_name_of_its_option(options
 
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(BadConfig, match="no address"):
-        Client("ftp://host")
+        LoadClient("ftp://host")

@@ -13,7 +13,7 @@ from support.forked import run_rekindle
 from typer.testing import CliRunner
 
 from rekindle.bench.conversations import (
-    Sizes,
+    ConversationSizes,
     branching,
     edited,
     growing,
@@ -24,7 +24,7 @@ from rekindle.bench.conversations import (
     thinking,
 )
 from rekindle.bench.recorded import AGENTS, OWN, read_session, recorded, session_file
-from rekindle.bench.replay import Row, Seen, Total
+from rekindle.bench.replay import ReplayRow, Seen, Total
 from rekindle.cli import app
 from rekindle.cli.replay import _Printer, _summary
 from rekindle.errors import BadConfig, RekindleError
@@ -33,7 +33,7 @@ from rekindle.prompt import common_length
 
 def test_the_tables_fit_a_line_of_80(capsys: pytest.CaptureFixture[str]) -> None:
     tiers = dict.fromkeys(("device", "ram", "disk"), 999_999)
-    row = Row("a" * 12, 99, True, 999_999, tiers, 999_999, 999_999, 999_999.0, None)
+    row = ReplayRow("a" * 12, 99, True, 999_999, tiers, 999_999, 999_999, 999_999.0, None)
     _Printer().show(row)
     Console(width=80).print(_summary([Total("a" * 12, True, 1.01, [row] * 9, 9_999_999)]))
     said = capsys.readouterr().out
@@ -130,7 +130,7 @@ def cache(command: str, folder: Path, *arguments: str | Path, status: int = 0) -
 
 # -- the pieces -----------------------------------------------------------------------------------------------------
 
-SMALL = Sizes(system=20, turn=10, turns=6, answer=4, document=40)
+SMALL = ConversationSizes(system=20, turn=10, turns=6, answer=4, document=40)
 
 
 ANSWER = {"role": "assistant", "content": "well", "reasoning_content": "hm"}

@@ -14,7 +14,7 @@ from rekindle.engine.drafting import Drafts
 from rekindle.engine.types import FinishReason, Sampling
 from rekindle.grammar import Grammar, GrammarKind
 from rekindle.grammar.compiler import Compiler, Vocabulary
-from rekindle.grammar.frame import Thinking, in_library_form, whole
+from rekindle.grammar.frame import ThinkingFrame, in_library_form, whole
 from rekindle.grammar.guide import Guide, Rules
 from rekindle.prompt import Prompt
 from rekindle.spec import Span
@@ -36,7 +36,7 @@ def compiler(missing: bytes = b"") -> Compiler:
     return Compiler(lambda: Vocabulary(tokens, [STOP, OTHER_STOP], [STOP]))
 
 
-def rules(text: str, kind: str = "regex", thinking: Thinking = Thinking.NONE) -> Rules:
+def rules(text: str, kind: str = "regex", thinking: ThinkingFrame = ThinkingFrame.NONE) -> Rules:
     return compiler().compile(whole(thinking, in_library_form(Grammar(GrammarKind(kind), text, "field"))), "field")
 
 
@@ -87,12 +87,13 @@ def test_an_answer_is_in_the_language(lab: Lab, kind: str, text: str, matches: s
 
 
 def test_a_grammar_begins_after_the_thinking(lab: Lab) -> None:
-    answer = alone(lab, prompt(), rules("[0-9]{4}", thinking=Thinking.OPEN), SEEDED)
+    answer = alone(lab, prompt(), rules("[0-9]{4}", thinking=ThinkingFrame.OPEN), SEEDED)
     thought, _, rest = said(answer).partition("</think>")
     assert answer.finished.reason is FinishReason.LENGTH or re.fullmatch(r"[ \n]{0,4}[0-9]{4}", rest)
     biased = Sampling(temperature=0, logit_bias={PIECES.index(b"</think>"): 100.0})
     assert re.fullmatch(
-        r"</think>[ \n]{0,4}[0-9]{4}", said(alone(lab, prompt(), rules("[0-9]{4}", thinking=Thinking.OPEN), biased))
+        r"</think>[ \n]{0,4}[0-9]{4}",
+        said(alone(lab, prompt(), rules("[0-9]{4}", thinking=ThinkingFrame.OPEN), biased)),
     )
     assert thought or rest
 
@@ -161,7 +162,7 @@ def test_a_prefix_is_shared_with_requests_without_a_grammar(lab: Lab) -> None:
 
 def test_a_dead_end_ends_the_answer_with_a_note_and_no_garbage(lab: Lab) -> None:
     """No token of this vocabulary has a "z"."""
-    source = whole(Thinking.NONE, in_library_form(Grammar(GrammarKind.REGEX, "a{4}z", "field")))
+    source = whole(ThinkingFrame.NONE, in_library_form(Grammar(GrammarKind.REGEX, "a{4}z", "field")))
     answer = alone(lab, prompt(), compiler(b"z").compile(source, "field"))
     assert said(answer) == "aaaa"
     assert answer.finished.reason is FinishReason.LENGTH

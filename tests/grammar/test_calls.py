@@ -10,7 +10,7 @@ import pytest
 from rekindle.errors import BadRequest
 from rekindle.grammar.calls import CallableTool, CallFormat, calls_only
 from rekindle.grammar.compiler import Compiler, Vocabulary
-from rekindle.grammar.frame import Thinking, whole
+from rekindle.grammar.frame import ThinkingFrame, whole
 
 STOP = 256
 OPTIONAL = {
@@ -34,7 +34,7 @@ def tool(schema: Any, strict: bool = True) -> CallableTool:
 
 def is_taken(schema: Any, key: str, value: str) -> bool:
     """Whether a call with this one parameter keeps to the grammar."""
-    rules = compiler().compile(whole(Thinking.NONE, calls_only([tool(schema)], CallFormat.XML, False)), "tools")
+    rules = compiler().compile(whole(ThinkingFrame.NONE, calls_only([tool(schema)], CallFormat.XML, False)), "tools")
     call = f"<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>".encode()
     matcher = rules.matcher.deep_copy()
     return matcher.try_consume_tokens(list(call)) == len(call)

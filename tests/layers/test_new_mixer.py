@@ -26,7 +26,7 @@ from rekindle.kernels.ragged import Ragged
 from rekindle.layers import MixerBlock, PagedKv, SlotState, load_span, register_mixer
 from rekindle.layers.base import Tensors
 from rekindle.models.base import Family
-from rekindle.models.keys import Keys, Seen
+from rekindle.models.keys import KeysSeen, MetadataKeys
 from rekindle.models.readers import read_attention, read_dense_ffn, read_model
 from rekindle.models.registry import register
 from rekindle.placement import Device, LayerSizes, Machine, Sizes, Wishes, make_plan
@@ -109,11 +109,11 @@ class SumBlock(MixerBlock[SumSpec, SumState]):
 # A family with that kind, and a model of it
 
 
-def read_sums(keys: Keys, seen: Seen) -> ModelSpec:
+def read_sums(keys: MetadataKeys, seen: KeysSeen) -> ModelSpec:
     return read_model(keys, seen, sum_mixers, read_dense_ffn)
 
 
-def sum_mixers(keys: Keys, seen: Seen, layers: int) -> tuple[MixerSpec, ...]:
+def sum_mixers(keys: MetadataKeys, seen: KeysSeen, layers: int) -> tuple[MixerSpec, ...]:
     """Attention is a layer of the first half alone: the other stage of a split has no pages."""
     sums = SumSpec(keys.count("embedding_length"))
     return tuple(read_attention(keys, seen, qk_norm=False) if layer == 1 else sums for layer in range(layers))
@@ -134,8 +134,8 @@ METADATA = {
 
 
 def sum_model() -> ModelSpec:
-    seen = Seen(tensors=99, vocab=40, tokens=40, tied=False, rope_factors=None)
-    return FAMILY.read(Keys(Path("sums"), METADATA, "sums"), seen)
+    seen = KeysSeen(tensors=99, vocab=40, tokens=40, tied=False, rope_factors=None)
+    return FAMILY.read(MetadataKeys(Path("sums"), METADATA, "sums"), seen)
 
 
 class PaperFile:

@@ -12,7 +12,7 @@ import torch
 from rekindle.batch import Batch, Segment
 from rekindle.errors import StageLost
 from rekindle.spec import Span
-from rekindle.stages.lines import SendingLine, Step, line_for
+from rekindle.stages.lines import LineStep, SendingLine, line_for
 from rekindle.stages.types import StageOutput
 
 PATIENCE = 10  # seconds; only a broken line takes so long
@@ -63,8 +63,8 @@ def line(stage: PaperElsewhere) -> Iterator[SendingLine]:
     line.stop()
 
 
-def step(slot: int, before: Future[StageOutput] | None = None) -> Step:
-    return Step(Batch((Segment(slot, 0, (1,)),)), before, Future())
+def step(slot: int, before: Future[StageOutput] | None = None) -> LineStep:
+    return LineStep(Batch((Segment(slot, 0, (1,)),)), before, Future())
 
 
 def done(skipping: frozenset[int] = frozenset()) -> Future[StageOutput]:

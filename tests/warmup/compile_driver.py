@@ -23,7 +23,7 @@ from rekindle.kernels.norm import add_rms_norm, rms_norm
 from rekindle.stages import LocalStage
 from rekindle.warmup import compiler, outline
 from rekindle.warmup.compile_ahead import CompileJob
-from rekindle.warmup.launches import Launch, Workers, recording
+from rekindle.warmup.launches import CompileWorkers, Launch, recording
 from rekindle.weights import open_weights
 
 
@@ -116,7 +116,7 @@ def cache_hits() -> list[bool]:
         x, weight = torch.empty(3, 256, dtype=torch.bfloat16, device="cuda:0"), torch.empty(256, device="cuda:0")
         with recording() as launches:
             rms_norm(x, weight, 1e-6)
-        workers = Workers(1, GPUTarget(*H200.target))
+        workers = CompileWorkers(1, GPUTarget(*H200.target))
         for launch in launches:
             workers.compile(launch).result()
         workers.stop()

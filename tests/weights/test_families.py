@@ -16,7 +16,7 @@ from rekindle.batch import Batch, Segment, Wanted
 from rekindle.layers import load_span
 from rekindle.models import registry
 from rekindle.models.base import Change, Family
-from rekindle.models.keys import Keys, Seen
+from rekindle.models.keys import KeysSeen, MetadataKeys
 from rekindle.models.readers import read_attention, read_dense_ffn, read_model
 from rekindle.placement import known_shapes
 from rekindle.spec import AttentionSpec, FfnSpec, MixerSpec, ModelSpec
@@ -28,11 +28,11 @@ WEIGHTS = Path(__file__).parents[2] / "src" / "rekindle" / "weights"
 HIDDEN, WIDTH, VOCAB = 8, 16, 10
 
 
-def read_mirror(keys: Keys, seen: Seen) -> ModelSpec:
+def read_mirror(keys: MetadataKeys, seen: KeysSeen) -> ModelSpec:
     return read_model(keys, seen, mirror_mixers, read_dense_ffn)
 
 
-def mirror_mixers(keys: Keys, seen: Seen, layers: int) -> tuple[MixerSpec, ...]:
+def mirror_mixers(keys: MetadataKeys, seen: KeysSeen, layers: int) -> tuple[MixerSpec, ...]:
     return (read_attention(keys, seen, qk_norm=False),) * layers
 
 
@@ -66,8 +66,8 @@ def mirror_tensors(spec: ModelSpec) -> dict[str, np.ndarray]:
 
 
 def mirror_file(mirror: Family, write_gguf: WriteGguf) -> tuple[WeightFile, dict[str, np.ndarray]]:
-    seen = Seen(tensors=99, vocab=VOCAB, tokens=VOCAB, tied=True, rope_factors=None)
-    tensors = mirror_tensors(mirror.read(Keys(Path("mirror"), mirror_metadata(), "mirror"), seen))
+    seen = KeysSeen(tensors=99, vocab=VOCAB, tokens=VOCAB, tied=True, rope_factors=None)
+    tensors = mirror_tensors(mirror.read(MetadataKeys(Path("mirror"), mirror_metadata(), "mirror"), seen))
     return open_weights(write_gguf(mirror_metadata(), tensors)), tensors
 
 

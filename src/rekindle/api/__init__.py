@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rekindle.api.app import create_app
-from rekindle.api.keys import Keys
+from rekindle.api.keys import ApiKeys
 from rekindle.api.model_host import ModelHost
 from rekindle.api.model_text import ModelText
 from rekindle.api.ports import EnginePort, TextPort
@@ -11,9 +11,9 @@ from rekindle.api.served import ModelSource, ServedModel
 from rekindle.api.settings import Guard, ModelFacts, Settings
 
 __all__ = [
+    "ApiKeys",
     "EnginePort",
     "Guard",
-    "Keys",
     "ModelFacts",
     "ModelHost",
     "ModelSource",

@@ -32,7 +32,7 @@ RANGES = {field: (low, high) for field, low, high in FILE_KEYS.values()} | {"pre
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class ModelCard:
     sampling: Sampling = CAUTIOUS
     direct: Sampling | None = None  # for answers without thinking, where that is another
     max_tokens: int | None = None  # of an answer whose request names no limit; None: what the context leaves
@@ -49,10 +49,10 @@ class Card:
 
 
 _QWEN_DIRECT = Sampling(temperature=0.7, top_p=0.8, top_k=20, presence_penalty=1.5)
-_QWEN = Card(Sampling(temperature=1.0, top_p=0.95, top_k=20), _QWEN_DIRECT, 32768)
+_QWEN = ModelCard(Sampling(temperature=1.0, top_p=0.95, top_k=20), _QWEN_DIRECT, 32768)
 
 # By what a model's name contains, the first that fits.
-TABLE: tuple[tuple[str, Card], ...] = (
+TABLE: tuple[tuple[str, ModelCard], ...] = (
     (r"qwen[- ]?3[._]8", replace(_QWEN, origin="the card of Qwen3.8")),
     (r"qwen[- ]?3[._]6", replace(_QWEN, origin="the card of Qwen3.6")),
     # Its card has 0.6 for code and 1.0 with a presence penalty for the rest; its own configuration has 0.6.
@@ -62,23 +62,23 @@ TABLE: tuple[tuple[str, Card], ...] = (
     ),
     (
         r"qwen[- ]?3(?![._\d])",
-        Card(
+        ModelCard(
             Sampling(temperature=0.6, top_p=0.95, top_k=20),
             Sampling(temperature=0.7, top_p=0.8, top_k=20),
             32768,
             "the card of Qwen3",
         ),
     ),
-    (r"smollm[- ]?2", Card(Sampling(temperature=0.2, top_p=0.9), origin="the card of SmolLM2")),
+    (r"smollm[- ]?2", ModelCard(Sampling(temperature=0.2, top_p=0.9), origin="the card of SmolLM2")),
 )
 
 
 def card_of(
     metadata: Mapping[str, Any], names: Iterable[str], given: Mapping[str, float] | None = None, thinks: bool = True
-) -> Card:
+) -> ModelCard:
     """metadata: of the file; names: of the model and of what it was made from; given: by the server's user.
     thinks: whether it can; of one that cannot, such as Qwen3-Coder, the only values are those without thinking."""
-    known = next((card for pattern, card in TABLE for name in names if re.search(pattern, name.lower())), Card())
+    known = next((card for pattern, card in TABLE for name in names if re.search(pattern, name.lower())), ModelCard())
     if not thinks and known.direct is not None:
         known = replace(known, sampling=known.direct, direct=None)
     card = _changed(known, _from_file(metadata), "the model's file")
@@ -107,7 +107,7 @@ def _from_file(metadata: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def _changed(card: Card, values: Mapping[str, float], by: str, direct: bool = False) -> Card:
+def _changed(card: ModelCard, values: Mapping[str, float], by: str, direct: bool = False) -> ModelCard:
     """direct: the values hold without thinking too; a file means the way in which the model answers by itself."""
     if not values:
         return card

@@ -56,7 +56,7 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     concurrent: int | None = None
 
 
-class Keys:
+class ApiKeys:
     """Clients by key. Only digests are kept: looking one up takes no longer for a key that is nearly right."""
 
     def __init__(self, clients: dict[str, Client]) -> None:
@@ -64,14 +64,14 @@ class Keys:
         self._clients = {_digest(key.encode()): client for key, client in clients.items()}
 
     @classmethod
-    def single(cls, key: str) -> Keys:
+    def single(cls, key: str) -> ApiKeys:
         """One key that all clients share, and with it the common name space."""
         if not key:
             raise BadConfig("api_key: an empty key guards nothing; leave it out or set one")
         return cls({key: ANYONE})
 
     @classmethod
-    def read(cls, path: Path) -> Keys:
+    def read(cls, path: Path) -> ApiKeys:
         """From a file of named keys."""
         try:
             tables = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from rekindle.api.bodies import SMALL
 from rekindle.api.dialects import error_response
 from rekindle.api.dialects.base import Dialect
 from rekindle.api.errors import Forbidden, Unauthorized
-from rekindle.api.keys import ANYONE, Client, Keys
+from rekindle.api.keys import ANYONE, ApiKeys, Client
 from rekindle.api.metrics import Metrics
 from rekindle.api.request_log import Listener, RequestRecord
 from rekindle.api.settings import HOST, ORIGIN
@@ -203,7 +203,7 @@ def _is_ours(name: str) -> bool:
 class AuthMiddleware:
     """Finds the client of a request by its key. Paths that are not guarded, such as / and /health, need none."""
 
-    def __init__(self, app: ASGIApp, keys: Keys | None, guarded: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys | None, guarded: tuple[str, ...]) -> None:
         """guarded: how paths begin that need a key where there are keys."""
         self._app = app
         self._keys = keys

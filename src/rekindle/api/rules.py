@@ -11,7 +11,7 @@ from rekindle.api.ports import TextPort
 from rekindle.api.request import ClientRequest, Conversation
 from rekindle.errors import BadRequest
 from rekindle.grammar.calls import CallableTool, CallFormat, calls_amid_text, calls_only
-from rekindle.grammar.frame import Thinking, in_library_form, whole
+from rekindle.grammar.frame import ThinkingFrame, in_library_form, whole
 from rekindle.grammar.guide import Rules
 from rekindle.grammar.types import check_size
 from rekindle.prompt import Prompt
@@ -34,7 +34,7 @@ def rules_of(request: ClientRequest, prompt: Prompt, text: TextPort) -> Rules | 
         return None
     if request.ignore_stop_tokens:
         raise BadRequest(f"ignore_eos: does not go with {field}: the answer ends where its grammar does", "ignore_eos")
-    thinking = thinking_of(prompt, text) if isinstance(request.source, Conversation) else Thinking.NONE
+    thinking = thinking_of(prompt, text) if isinstance(request.source, Conversation) else ThinkingFrame.NONE
     return text.compile(whole(thinking, *answers), field)
 
 
@@ -46,12 +46,12 @@ def constrains_calls(request: ClientRequest) -> bool:
     return source.must_call or request.grammar is not None or any(map(_is_strict, source.tools))
 
 
-def thinking_of(prompt: Prompt, text: TextPort) -> Thinking:
+def thinking_of(prompt: Prompt, text: TextPort) -> ThinkingFrame:
     """By how the prompt ends: the template has opened the thinking, has closed it, or leaves it to the model."""
     tail = tail_of(prompt, text).rstrip()
     if tail.endswith(THINK.encode()):
-        return Thinking.OPEN
-    return Thinking.FREE if text.may_think and not tail.endswith(END_THINK.encode()) else Thinking.NONE
+        return ThinkingFrame.OPEN
+    return ThinkingFrame.FREE if text.may_think and not tail.endswith(END_THINK.encode()) else ThinkingFrame.NONE
 
 
 def _answers(request: ClientRequest, text: TextPort) -> tuple[list[dict[str, Any]], str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from rekindle.api.cards import RANGES, Card
-from rekindle.api.keys import Keys
+from rekindle.api.cards import RANGES, ModelCard
+from rekindle.api.keys import ApiKeys
 from rekindle.errors import BadConfig
 
 # A Host header: a name or an address, and perhaps a port. No user, no path, no zone of an address.
@@ -18,7 +18,7 @@ ORIGIN = re.compile(rf"https?://{HOST.pattern}")
 class Guard:
     """Who may use the server, and bounds on what a request costs before its client is known."""
 
-    keys: Keys | None = None  # None: no key is asked for
+    keys: ApiKeys | None = None  # None: no key is asked for
     hosts: tuple[str, ...] = ()  # names that clients may call this server by, besides its addresses; * is any
     origins: tuple[str, ...] = ()  # of web pages besides our own; * is any
     max_body: int = 16 << 20  # bytes
@@ -64,7 +64,7 @@ class Settings:
     fingerprint: str = ""  # the model's, from its weights
     facts: ModelFacts = field(default_factory=ModelFacts)
     created: int = 0  # unix seconds shown by /v1/models
-    card: Card = field(default_factory=Card)  # for fields that a request does not set
+    card: ModelCard = field(default_factory=ModelCard)  # for fields that a request does not set
     heartbeat_seconds: float = 15.0  # an open stream is never silent for longer, so no proxy gives up on a prefill
     prepare_next: bool = True  # after an answer, prepare the state for the prompt its client will send next
 

@@ -18,7 +18,7 @@ SPELT = {"x-high": "xhigh", "x_high": "xhigh", "maximum": "max"}
 SWITCHES = ("enable_thinking", "thinking")  # options by which templates switch thinking on and off
 
 
-class Template(Protocol):
+class ThinkingTemplate(Protocol):
     """What is asked of a model's text."""
 
     def takes_option(self, name: str) -> bool: ...
@@ -53,7 +53,7 @@ class Thinking:
             self, effort=word if word in EFFORTS else None, unknown_effort=word not in EFFORTS, effort_field=field
         )
 
-    def options(self, template: Template) -> dict[str, Any]:
+    def options(self, template: ThinkingTemplate) -> dict[str, Any]:
         """What the template gets."""
         options: dict[str, Any] = {}
         switch = _switch_of(template)
@@ -63,7 +63,7 @@ class Thinking:
             options["reasoning_effort"] = nearest(self.effort, template.efforts)
         return options
 
-    def ignored_fields(self, template: Template) -> list[str]:
+    def ignored_fields(self, template: ThinkingTemplate) -> list[str]:
         """Fields that this model's template cannot heed."""
         ignored = []
         if self.on and _switch_of(template) is None:
@@ -75,7 +75,7 @@ class Thinking:
         return ignored
 
 
-def _switch_of(template: Template) -> str | None:
+def _switch_of(template: ThinkingTemplate) -> str | None:
     return next((name for name in SWITCHES if template.takes_option(name)), None)
 
 

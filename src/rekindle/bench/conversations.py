@@ -23,7 +23,7 @@ Script = Generator[Said, Message, None]  # yields what each request says, is sen
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ConversationSizes:
     """In words, which are tokens for most vocabularies. A server's fixed cost per turn is a token or two: against
     turns of a few words it would be all that is measured, so the default turn is a few hundred."""
 
@@ -33,9 +33,9 @@ class Sizes:
     answer: int = 8  # tokens
     document: int = 3200
 
-    def scaled(self, scale: float) -> Sizes:
+    def scaled(self, scale: float) -> ConversationSizes:
         system, turn, document = (round(size * scale) for size in (self.system, self.turn, self.document))
-        return Sizes(system, turn, self.turns, self.answer, document)
+        return ConversationSizes(system, turn, self.turns, self.answer, document)
 
 
 BRANCHES = 3  # prompts that part in the middle of one message
@@ -54,11 +54,11 @@ def prose(count: int, seed: str) -> str:
     return "\n".join(lines)
 
 
-def _system(sizes: Sizes, seed: str) -> Message:
+def _system(sizes: ConversationSizes, seed: str) -> Message:
     return {"role": "system", "content": prose(sizes.system, seed)}
 
 
-def _result(sizes: Sizes, seed: str) -> Message:
+def _result(sizes: ConversationSizes, seed: str) -> Message:
     """A tool's result, as agents send it: long, and in a user turn. No two begin alike: a common beginning would
     count as seen, and no server can tell before the second one comes that it is worth a snapshot."""
     return {"role": "user", "content": prose(sizes.turn, seed)}
@@ -68,7 +68,7 @@ def _without_thinking(answer: Message) -> Message:
     return {"role": "assistant", "content": answer["content"] or "."}
 
 
-def growing(sizes: Sizes, seed: str) -> Script:
+def growing(sizes: ConversationSizes, seed: str) -> Script:
     """Each turn appends the answer as it came and a new tool result."""
     messages = [_system(sizes, seed)]
     for turn in range(sizes.turns):
@@ -76,7 +76,7 @@ def growing(sizes: Sizes, seed: str) -> Script:
         messages.append((yield messages))
 
 
-def thinking(sizes: Sizes, seed: str) -> Script:
+def thinking(sizes: ConversationSizes, seed: str) -> Script:
     """The client sends answers back without what the model thought."""
     messages = [_system(sizes, seed)]
     for turn in range(sizes.turns):
@@ -84,7 +84,7 @@ def thinking(sizes: Sizes, seed: str) -> Script:
         messages.append(_without_thinking((yield messages)))
 
 
-def subagents(sizes: Sizes, seed: str) -> Script:
+def subagents(sizes: ConversationSizes, seed: str) -> Script:
     """Three conversations in turns, under one system prompt."""
     system = _system(sizes, seed)
     each: list[list[Message]] = [[system], [system], [system]]
@@ -94,7 +94,7 @@ def subagents(sizes: Sizes, seed: str) -> Script:
         messages.append((yield messages))
 
 
-def edited(sizes: Sizes, seed: str) -> Script:
+def edited(sizes: ConversationSizes, seed: str) -> Script:
     """A growing conversation in which, past its middle, one line of an early tool result changes."""
     messages = [_system(sizes, seed)]
     for turn in range(sizes.turns):
@@ -110,14 +110,14 @@ def _with_an_edit(text: str) -> str:
     return "\n".join(lines)
 
 
-def branching(sizes: Sizes, seed: str) -> Script:
+def branching(sizes: ConversationSizes, seed: str) -> Script:
     """Three questions, each in one message behind the same document."""
     document = prose(sizes.document, seed)
     for turn in range(BRANCHES):
         yield [{"role": "user", "content": f"{document}\n\n{_question(sizes, seed, turn)}"}]
 
 
-def stamped(sizes: Sizes, seed: str) -> Script:
+def stamped(sizes: ConversationSizes, seed: str) -> Script:
     """A long system prompt with the time of the call in its middle; each call is a conversation of its own."""
     before, after = (prose(sizes.document // 2, f"{seed} {half}") for half in ("before", "after"))
     for turn in range(BRANCHES):
@@ -125,29 +125,29 @@ def stamped(sizes: Sizes, seed: str) -> Script:
         yield [{"role": "system", "content": system}, _result(sizes, f"{seed} {turn}")]
 
 
-def raw(sizes: Sizes, seed: str) -> Script:
+def raw(sizes: ConversationSizes, seed: str) -> Script:
     """Completions of three texts that begin alike."""
     shared = prose(sizes.document, seed)
     for turn in range(BRANCHES):
         yield f"{shared}\n{_question(sizes, seed, turn)}"
 
 
-def _question(sizes: Sizes, seed: str, turn: int) -> str:
+def _question(sizes: ConversationSizes, seed: str, turn: int) -> str:
     return f"{turn + 1}. {prose(sizes.turn // 5, f'{seed} {turn}')}?"
 
 
-class Conversation(NamedTuple):
-    script: Callable[[Sizes, str], Script]
+class ScriptedConversation(NamedTuple):
+    script: Callable[[ConversationSizes, str], Script]
     goal: float  # the ratio that must hold
     turns: int | None = None  # requests, where that is not for the user to say
 
 
 SCRIPTS = {
-    "growing": Conversation(growing, 1.01),
-    "thinking": Conversation(thinking, 1.05),
-    "subagents": Conversation(subagents, 1.01),
-    "edited": Conversation(edited, 1.05),
-    "branching": Conversation(branching, 1.15, BRANCHES),
-    "stamped": Conversation(stamped, 1.15, BRANCHES),
-    "raw": Conversation(raw, 1.15, BRANCHES),
+    "growing": ScriptedConversation(growing, 1.01),
+    "thinking": ScriptedConversation(thinking, 1.05),
+    "subagents": ScriptedConversation(subagents, 1.01),
+    "edited": ScriptedConversation(edited, 1.05),
+    "branching": ScriptedConversation(branching, 1.15, BRANCHES),
+    "stamped": ScriptedConversation(stamped, 1.15, BRANCHES),
+    "raw": ScriptedConversation(raw, 1.15, BRANCHES),
 }

@@ -80,7 +80,7 @@ class LoadFailed(RekindleError):
 
 
 @dataclass(slots=True)
-class Answer:
+class ServedAnswer:
     """What came back for one request, and when. Times are seconds of one clock."""
 
     what: str  # requests of one name are reported together
@@ -108,7 +108,7 @@ class Answer:
         return self.arrivals[-1] - self.arrivals[0]
 
 
-class Client:
+class LoadClient:
     """Asks one server; a connection for every request."""
 
     def __init__(
@@ -127,9 +127,9 @@ class Client:
         self._body |= {"return_token_ids": True} if token_ids else {}
         self._body |= fields or {}
 
-    async def ask(self, what: str, prompt: Sequence[int], tokens: int, begun: Begun | None = None) -> Answer:
+    async def ask(self, what: str, prompt: Sequence[int], tokens: int, begun: Begun | None = None) -> ServedAnswer:
         """Never raises for what a server does: a request that failed says why. `begun` hears of the first token."""
-        answer = Answer(what, len(prompt))
+        answer = ServedAnswer(what, len(prompt))
         try:
             async with asyncio.timeout(LONGEST_WAIT):
                 await self._ask(answer, {**self._body, "prompt": list(prompt), "max_tokens": tokens}, begun)
@@ -143,7 +143,7 @@ class Client:
             begun()  # it never will
         return answer
 
-    async def _ask(self, answer: Answer, body: dict[str, Any], begun: Begun | None) -> None:
+    async def _ask(self, answer: ServedAnswer, body: dict[str, Any], begun: Begun | None) -> None:
         data = json.dumps(body).encode()
         secure = ssl.create_default_context() if self._url.scheme == "https" else None
         port = self._url.port or (443 if secure else 80)
@@ -213,7 +213,7 @@ async def _data(reader: asyncio.StreamReader, connection: h11.Connection) -> Asy
         raise LoadFailed("the server hung up amid an answer")
 
 
-def _take(answer: Answer, event: dict[str, Any], came: float) -> None:
+def _take(answer: ServedAnswer, event: dict[str, Any], came: float) -> None:
     if "error" in event:
         raise LoadFailed(str(event["error"].get("message", event["error"])))
     for choice in event.get("choices", ()):
@@ -233,24 +233,24 @@ def _take(answer: Answer, event: dict[str, Any], came: float) -> None:
 
 # -- many of them ---------------------------------------------------------------------------------------------------
 
-Ask = Callable[[str, Sequence[int], int, Begun | None], Awaitable[Answer]]
+Ask = Callable[[str, Sequence[int], int, Begun | None], Awaitable[ServedAnswer]]
 
 
-async def run_load(client: Client, load: Load) -> list[Answer]:
+async def run_load(client: LoadClient, load: Load) -> list[ServedAnswer]:
     """Everything that the load asks for: length by length, then all of it again."""
-    answers = list[Answer]()
+    answers = list[ServedAnswer]()
     for time_sent in range(load.again + 1):
         for length in load.prompts:
             answers += await _run_length(client.ask, load, length, time_sent)
     return answers
 
 
-async def _run_length(ask: Ask, load: Load, length: int, time_sent: int) -> list[Answer]:
+async def _run_length(ask: Ask, load: Load, length: int, time_sent: int) -> list[ServedAnswer]:
     suffix = " again" if time_sent else ""
     begun = asyncio.Semaphore(0)
     intruder = asyncio.create_task(_intrude(ask, load, length, begun)) if load.intruder and not time_sent else None
 
-    async def converse(number: int) -> list[Answer]:
+    async def converse(number: int) -> list[ServedAnswer]:
         return await _converse(ask, load, length, number, suffix, begun.release)
 
     run = _at_rate if load.rate is not None else _at_once
@@ -260,25 +260,29 @@ async def _run_length(ask: Ask, load: Load, length: int, time_sent: int) -> list
     return answers
 
 
-async def _intrude(ask: Ask, load: Load, length: int, begun: asyncio.Semaphore) -> Answer:
+async def _intrude(ask: Ask, load: Load, length: int, begun: asyncio.Semaphore) -> ServedAnswer:
     """Once as many answers have begun as run at once."""
     for _ in range(min(load.requests, load.concurrency)):
         await begun.acquire()
     return await ask(f"{INTRUDER} {load.intruder}", load.tokens(load.intruder, INTRUDER, length), 1, None)
 
 
-async def _at_once(load: Load, length: int, converse: Callable[[int], Awaitable[list[Answer]]]) -> list[Answer]:
+async def _at_once(
+    load: Load, length: int, converse: Callable[[int], Awaitable[list[ServedAnswer]]]
+) -> list[ServedAnswer]:
     """So many at a time; the next begins when one ends."""
     numbers = iter(range(load.requests))
 
-    async def go_on() -> list[Answer]:
+    async def go_on() -> list[ServedAnswer]:
         return [answer for number in numbers for answer in await converse(number)]
 
     several = await asyncio.gather(*(go_on() for _ in range(min(load.concurrency, load.requests))))
     return [answer for answers in several for answer in answers]
 
 
-async def _at_rate(load: Load, length: int, converse: Callable[[int], Awaitable[list[Answer]]]) -> list[Answer]:
+async def _at_rate(
+    load: Load, length: int, converse: Callable[[int], Awaitable[list[ServedAnswer]]]
+) -> list[ServedAnswer]:
     """They begin at random moments, so many per second in the long run, whether or not others have ended."""
     assert load.rate is not None, "the load says how many"
     draws = random.Random(f"{load.seed} rate {length}")
@@ -287,7 +291,7 @@ async def _at_rate(load: Load, length: int, converse: Callable[[int], Awaitable[
         moments.append(at)
         at += draws.expovariate(load.rate)
 
-    async def later(number: int, moment: float) -> list[Answer]:
+    async def later(number: int, moment: float) -> list[ServedAnswer]:
         await asyncio.sleep(moment)
         return await converse(number)
 
@@ -295,9 +299,9 @@ async def _at_rate(load: Load, length: int, converse: Callable[[int], Awaitable[
     return [answer for answers in several for answer in answers]
 
 
-async def _converse(ask: Ask, load: Load, length: int, number: int, suffix: str, begun: Begun) -> list[Answer]:
+async def _converse(ask: Ask, load: Load, length: int, number: int, suffix: str, begun: Begun) -> list[ServedAnswer]:
     """Turn after turn, each on top of all that was said; it ends with the first turn that fails."""
-    prompt, answers = load.first_prompt(length, number), list[Answer]()
+    prompt, answers = load.first_prompt(length, number), list[ServedAnswer]()
     for turn in range(load.turns):
         what = f"prompt {length}" if turn == 0 else f"turn {turn + 1} on {length}"
         answer = await ask(what + suffix, prompt, load.answer, begun)
@@ -314,7 +318,7 @@ async def _converse(ask: Ask, load: Load, length: int, number: int, suffix: str,
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LoadRow:
     """Requests of one name. Times are milliseconds."""
 
     what: str
@@ -339,7 +343,7 @@ class Row:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def rows_of(answers: Sequence[Answer]) -> list[Row]:
+def rows_of(answers: Sequence[ServedAnswer]) -> list[LoadRow]:
     """One for every name, in the order in which they first came; and what the others saw while an intruder came in."""
     rows = [_row(what, [answer for answer in answers if answer.what == what]) for what in _names(answers)]
     for intruder in (answer for answer in answers if answer.what.startswith(INTRUDER) and answer.failure is None):
@@ -349,17 +353,17 @@ def rows_of(answers: Sequence[Answer]) -> list[Row]:
     return rows
 
 
-def _within(answer: Answer, began: float, ended: float) -> Answer:
+def _within(answer: ServedAnswer, began: float, ended: float) -> ServedAnswer:
     """What came of it meanwhile; nothing was sent."""
     arrivals = [came for came in answer.arrivals if began <= came <= ended]
-    return Answer(answer.what, 0, began, arrivals, tokens=len(arrivals))
+    return ServedAnswer(answer.what, 0, began, arrivals, tokens=len(arrivals))
 
 
-def _names(answers: Sequence[Answer]) -> Iterator[str]:
+def _names(answers: Sequence[ServedAnswer]) -> Iterator[str]:
     yield from dict.fromkeys(answer.what for answer in answers)
 
 
-def _row(what: str, answers: Sequence[Answer]) -> Row:
+def _row(what: str, answers: Sequence[ServedAnswer]) -> LoadRow:
     good = [answer for answer in answers if answer.failure is None]
     failures = [answer.failure for answer in answers if answer.failure is not None]
     firsts = [1000 * answer.first for answer in good]
@@ -368,7 +372,7 @@ def _row(what: str, answers: Sequence[Answer]) -> Row:
     ended = max((answer.arrivals[-1] for answer in good), default=0.0)
     sent, answered = sum(answer.prompt for answer in good), sum(answer.tokens for answer in good)
     speeds = [(answer.tokens - 1) / answer.seconds for answer in good if answer.tokens > 1 and answer.seconds]
-    return Row(
+    return LoadRow(
         what=what,
         requests=len(answers),
         failed=len(failures),

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rekindle.bench.conversations import Conversation, Message, Posted, Script, Sizes
+from rekindle.bench.conversations import ConversationSizes, Message, Posted, Script, ScriptedConversation
 from rekindle.errors import BadConfig
 
 CHAT = "/v1/chat/completions"
@@ -61,12 +61,12 @@ def session_file(name: str) -> Path:
     return Path(str(files("rekindle") / "bench" / "sessions" / f"{name}.jsonl"))
 
 
-def conversation_of(requests: Sequence[Posted]) -> Conversation:
-    return Conversation(recorded(requests), GOAL, len(requests))
+def conversation_of(requests: Sequence[Posted]) -> ScriptedConversation:
+    return ScriptedConversation(recorded(requests), GOAL, len(requests))
 
 
-def recorded(requests: Sequence[Posted]) -> Callable[[Sizes, str], Script]:
-    def script(sizes: Sizes, seed: str) -> Script:
+def recorded(requests: Sequence[Posted]) -> Callable[[ConversationSizes, str], Script]:
+    def script(sizes: ConversationSizes, seed: str) -> Script:
         for posted in requests:
             yield _set_apart(posted, f"[{seed}]")
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.bench.conversations import SCRIPTS, Message, Posted, Said, Script, Sizes
+from rekindle.bench.conversations import SCRIPTS, ConversationSizes, Message, Posted, Said, Script
 from rekindle.bench.load import add_up
 from rekindle.bench.recorded import AGENTS, CHAT, conversation_of, read_session, session_file
 from rekindle.errors import BadConfig, RekindleError
@@ -74,7 +74,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReplayRow:
     """One turn."""
 
     conversation: str
@@ -95,7 +95,7 @@ class Total:
     conversation: str
     restart: bool
     goal: float
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ReplayRow] = field(default_factory=list)
     engine_computed: int = 0  # the engine's own count, with what it ran in the background
 
     @property
@@ -139,7 +139,7 @@ class Total:
 # -- servers --------------------------------------------------------------------------------------------------------
 
 
-class Server:
+class ReplayServer:
     """A server at an address."""
 
     can_restart = False
@@ -196,7 +196,7 @@ class ReplayFailed(RekindleError):
     """A server did not start, did not answer, or is not one that can be measured."""
 
 
-class OwnServer(Server):
+class OwnServer(ReplayServer):
     """`rekindle serve` in a process of its own, on a free port; it can be stopped and started again."""
 
     can_restart = True
@@ -301,11 +301,11 @@ def _raise_error(event: dict[str, Any]) -> None:
 
 
 def replay(
-    server: Server,
-    sizes: Sizes,
+    server: ReplayServer,
+    sizes: ConversationSizes,
     session: Sequence[Posted],
     only: Sequence[str] = (),
-    on_row: Callable[[Row], None] = lambda row: None,
+    on_row: Callable[[ReplayRow], None] = lambda row: None,
 ) -> list[Total]:
     """Every conversation, and where the server can be restarted, every one again with a restart in its middle."""
     agents = {name: conversation_of(read_session(session_file(file))) for name, file in AGENTS.items()}
@@ -326,13 +326,13 @@ def replay(
 
 
 def _play(
-    server: Server,
+    server: ReplayServer,
     script: Script,
     restart_at: int | None,
     answer: int,
     seen: Seen,
     total: Total,
-    on_row: Callable[[Row], None],
+    on_row: Callable[[ReplayRow], None],
 ) -> None:
     before = server.computed()
     said = next(script)
@@ -342,7 +342,7 @@ def _play(
             server.restart()
             before = server.computed()
         reply = server.ask(said, answer)
-        row = Row(
+        row = ReplayRow(
             total.conversation,
             turn,
             turn == restart_at,

@@ -56,7 +56,7 @@ def look_around() -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class RayNode:
     id: str
     address: str
     cpus: int
@@ -113,7 +113,7 @@ class RayHosts:
         actor = ray.remote(StageActor).options(num_cpus=1, num_gpus=int(gpu), scheduling_strategy=where)
         return actor.remote(__version__, self._model, asdict(config), self._threads)
 
-    def _ask(self, node: Node) -> dict[str, Any]:
+    def _ask(self, node: RayNode) -> dict[str, Any]:
         where = NodeAffinitySchedulingStrategy(node.id, soft=False)
         look = ray.remote(look_around).options(num_cpus=0, num_gpus=node.gpus, scheduling_strategy=where)
         seen: dict[str, Any] = ray.get(look.remote(), timeout=60)
@@ -128,10 +128,10 @@ class RayHosts:
         return names
 
 
-def _nodes() -> list[Node]:
+def _nodes() -> list[RayNode]:
     alive = [node for node in ray.nodes() if node["Alive"]]
     found = [
-        Node(
+        RayNode(
             node["NodeID"],
             node["NodeManagerAddress"],
             int(node["Resources"].get("CPU", 0)),

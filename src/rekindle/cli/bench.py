@@ -15,8 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from rekindle.bench.load import Client, Load, rows_of, run_load
-from rekindle.bench.load import Row as LoadRow
+from rekindle.bench.load import Load, LoadClient, LoadRow, rows_of, run_load
 from rekindle.bench.ops import Op, top_ops
 from rekindle.bench.speed import Report, run_bench
 from rekindle.bench.synth import SHAPES, shape_totals, write_synthetic
@@ -108,7 +107,7 @@ def serve(
         vocab=vocab,
         lowest=lowest,
     )
-    rows = rows_of(asyncio.run(run_load(Client(url, api_key, model, token_ids), load)))
+    rows = rows_of(asyncio.run(run_load(LoadClient(url, api_key, model, token_ids), load)))
     Console().print(load_table(rows))
     for row in rows:
         if row.failure is not None:

@@ -26,7 +26,7 @@ from rekindle.cli import options
 from rekindle.config import Config, show_bytes, snapshot_folder
 from rekindle.errors import BadConfig, DoesNotFit
 from rekindle.placement import Device, Machine, Plan, card_named, plan_as_json, shape_named, show_plan
-from rekindle.placement.cards import Card
+from rekindle.placement.cards import GpuCard
 
 # Times as fast as a CPU: a card reads its memory ten times as fast as a CPU reads RAM, and there are about a tenth as
 # many bytes, since a CPU keeps no quantised weights. More than the layers of any model, so that a card which holds
@@ -101,7 +101,7 @@ def plan(
     print(json.dumps(plan_as_json(made)) if as_json else show_plan(made, width, ram_note))
 
 
-def _plan(config: Config, cards: Sequence[Card], shape: str | None) -> Plan:
+def _plan(config: Config, cards: Sequence[GpuCard], shape: str | None) -> Plan:
     machine = _of_cards(config, cards) if cards else _machine(config)
     try:
         if shape is None:
@@ -150,7 +150,7 @@ def _machine(config: Config) -> Machine:
     return Machine(tuple(imagined), machine.ram)
 
 
-def _of_cards(config: Config, cards: Sequence[Card]) -> Machine:
+def _of_cards(config: Config, cards: Sequence[GpuCard]) -> Machine:
     """Empty ones, beside the RAM of this machine or the one that was given."""
     ram, fastest = make_machine(["cpu"], None, config.ram).ram, max(card.speed for card in cards)
     return Machine(

@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rekindle.bench.conversations import Sizes
+from rekindle.bench.conversations import ConversationSizes
 from rekindle.bench.recorded import OWN, read_session, session_file
-from rekindle.bench.replay import OwnServer, Row, Server, Total
+from rekindle.bench.replay import OwnServer, ReplayRow, ReplayServer, Total
 from rekindle.bench.replay import replay as run_replay
 
 
@@ -43,7 +43,7 @@ def replay(
     A server it starts itself is also restarted in the middle of each conversation, on the same cache folder.
     """
     requests = read_session(session or session_file(OWN))
-    sizes = Sizes(turns=turns, answer=answer).scaled(scale)
+    sizes = ConversationSizes(turns=turns, answer=answer).scaled(scale)
     with _server(url, model, serve, api_key) as server:
         totals = run_replay(server, sizes, requests, only or (), _Printer().show)
     Console().print(_summary(totals))
@@ -55,9 +55,9 @@ def replay(
 
 
 @contextmanager
-def _server(url: str | None, model: Path | None, options: str, key: str | None) -> Iterator[Server]:
+def _server(url: str | None, model: Path | None, options: str, key: str | None) -> Iterator[ReplayServer]:
     if url is not None:
-        yield Server(url, key)
+        yield ReplayServer(url, key)
         return
     with tempfile.TemporaryDirectory(prefix="rekindle-replay-") as folder:
         arguments = [*([str(model)] if model else []), "--cache-dir", folder, "--sequences", "4", *shlex.split(options)]
@@ -74,7 +74,7 @@ class _Printer:
     def __init__(self) -> None:
         self._has_begun = False
 
-    def show(self, row: Row) -> None:
+    def show(self, row: ReplayRow) -> None:
         if not self._has_begun:
             self._has_begun = True
             print(_line("conversation", "turn", "sent", row.restored, "computed", "unseen", "first token"))

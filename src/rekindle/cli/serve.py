@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from starlette.concurrency import run_in_threadpool
 
-from rekindle.api import Guard, Keys, ModelHost, create_app
+from rekindle.api import ApiKeys, Guard, ModelHost, create_app
 from rekindle.api.connections import guarded_protocol
 from rekindle.api.request_log import write_line
 from rekindle.api.traces import Traces
@@ -273,15 +273,15 @@ def _cache_dir(given: Path | None, none: bool) -> Path | None:
     return given if given is not None or none else own_cache_folder()
 
 
-def _keys(api_key: str | None, api_keys: Path | None) -> Keys | None:
+def _keys(api_key: str | None, api_keys: Path | None) -> ApiKeys | None:
     if api_key is not None and api_keys is not None:
         raise BadConfig("--api-key and --api-keys exclude each other: give that key a name in the file")
     if api_keys is not None:
-        return Keys.read(api_keys)
-    return Keys.single(api_key) if api_key is not None else None
+        return ApiKeys.read(api_keys)
+    return ApiKeys.single(api_key) if api_key is not None else None
 
 
-def _check_exposure(host: str, keys: Keys | None, insecure: bool) -> None:
+def _check_exposure(host: str, keys: ApiKeys | None, insecure: bool) -> None:
     """Serving other machines needs a key, or --insecure."""
     if keys is not None or _is_loopback(host):
         return

@@ -172,7 +172,7 @@ class Drafts:
 NO_DRAFTS = Drafts()
 
 
-class Asking(Protocol):
+class DraftPass(Protocol):
     """A sequence as the proposer sees it."""
 
     @property
@@ -198,7 +198,7 @@ class Proposer:
         if self._costs is not None:
             self._costs.sequences = max(1, count)
 
-    def propose(self, sequences: Iterable[Asking]) -> list[tuple[int, ...]]:
+    def propose(self, sequences: Iterable[DraftPass]) -> list[tuple[int, ...]]:
         """What each drafts, perhaps nothing."""
         drafting = list(sequences)
         found = [sequence.propose() for sequence in drafting]

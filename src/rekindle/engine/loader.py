@@ -13,7 +13,7 @@ from rekindle.prefix import Lookup, PrefixCache
 LOADERS = min(os.cpu_count() or 1, 8)  # threads, one for each snapshot that is read
 
 
-class Loader:
+class LoaderThreads:
     """Lives on the engine's thread; the reads do not."""
 
     def __init__(self, prefixes: PrefixCache) -> None:

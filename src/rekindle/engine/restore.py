@@ -21,7 +21,7 @@ from rekindle.engine.audit import Audit, Auditor
 from rekindle.engine.endings import Endings
 from rekindle.engine.forcing import impose
 from rekindle.engine.kept_slots import Kept
-from rekindle.engine.loader import Loader, release_hit
+from rekindle.engine.loader import LoaderThreads, release_hit
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.roster import Roster
 from rekindle.engine.sampler import draw
@@ -81,7 +81,7 @@ class Restorer:
         self._on_loaded = on_loaded
         self._grid = grid
         self._tokens = tokens
-        self._loader = Loader(prefixes)
+        self._loader = LoaderThreads(prefixes)
 
     def place(self, sequence: Sequence, alone: bool) -> Placement:
         """Fill a free slot with the longest known prefix of the sequence. alone: nothing else runs, so that no page

@@ -23,7 +23,7 @@ from rekindle.speculative.cost import Costs
 from rekindle.stages import Pipeline
 
 
-class Ending(NamedTuple):
+class AnswerEnd(NamedTuple):
     reason: FinishReason
     stop_token: int | None = None
     stuck: str | None = None  # why the grammar could not go on
@@ -160,7 +160,7 @@ class Collector:
                     raise outcome.failure
                 self._end_answer(sequence, self._accept(outcome))
 
-    def _accept(self, outcome: Outcome) -> Ending | None:
+    def _accept(self, outcome: Outcome) -> AnswerEnd | None:
         """The step's tokens in order, up to the one that ends the answer; how it ends, if it does. The state goes back
         to before the last of them, so that nothing is captured which the answer does not hold."""
         sequence, taken, ending = outcome.owner, 0, None
@@ -182,11 +182,11 @@ class Collector:
             self._pipeline.rewind(segment.slot, position)
             sequence.go_back(position)
 
-    def _end_answer(self, sequence: Sequence, ending: Ending | None) -> None:
+    def _end_answer(self, sequence: Sequence, ending: AnswerEnd | None) -> None:
         if ending is not None:
             self._endings.finish(sequence, ending.reason, ending.stop_token, ending.stuck)
 
-    def _accept_token(self, sequence: Sequence, token: int) -> Ending | None:
+    def _accept_token(self, sequence: Sequence, token: int) -> AnswerEnd | None:
         """How the answer ends, if this token ends it."""
         request = sequence.request
         if token < 0:  # the sampler's word for logits that are no numbers
@@ -195,16 +195,16 @@ class Collector:
         sequence.account.note_token()
         self._totals.generated += 1
         if token in request.stop_tokens and not request.ignore_stop_tokens:
-            return Ending(FinishReason.STOP, token)
+            return AnswerEnd(FinishReason.STOP, token)
         sequence.add_token(token)
         sequence.emit(Token(token, _logprob(sequence, token)))
         if request.stop_when is not None and request.stop_when(token):
-            return Ending(FinishReason.STOP)
+            return AnswerEnd(FinishReason.STOP)
         if sequence.guide is not None:
             sequence.guide.accept(token)
             if sequence.guide.stuck is not None:
-                return Ending(FinishReason.LENGTH, stuck=sequence.guide.stuck)
-        return Ending(FinishReason.LENGTH) if sequence.answer_length >= sequence.max_tokens else None
+                return AnswerEnd(FinishReason.LENGTH, stuck=sequence.guide.stuck)
+        return AnswerEnd(FinishReason.LENGTH) if sequence.answer_length >= sequence.max_tokens else None
 
 
 def _are_numbers(result: Result) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rekindle.errors import CpuExpertsLost
 from rekindle.experts.memory import HostMemory
-from rekindle.kernels.moe.cold import Answer
+from rekindle.kernels.moe.cold import ColdAnswer
 from rekindle.kernels.moe.expert_threads import ExpertThreads, Mailbox, start_expert_threads
 
 
@@ -61,10 +61,10 @@ class LayerCpuExperts:
         return own.takes, self.layer.data_ptr(), own.count, *parts, own.number, own.gone
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> ColdAnswer:
         own, box = self.stage, self.box
         addresses = (part.data_ptr() for part in (box.done, box.lost, box.out))
-        return Answer(own.count, own.number, own.gone, own.answer, *addresses)
+        return ColdAnswer(own.count, own.number, own.gone, own.answer, *addresses)
 
     def ask(self, h: Tensor, ids: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
         """Pairs without a slot go to the CPU; gives the weights, 0 for those."""

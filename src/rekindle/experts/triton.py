@@ -23,7 +23,7 @@ from rekindle.kernels.moe.router import chosen, route_config, store_logits
 
 if TYPE_CHECKING:
     from rekindle.experts.residency import Residency
-    from rekindle.kernels.moe.cold import Answer
+    from rekindle.kernels.moe.cold import ColdAnswer
 
 Mail = tuple[Tensor | int, ...]  # `LayerCpuExperts.mailbox`
 PIECE = 4096  # 32-bit words one program copies
@@ -289,7 +289,7 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
         tl.store(total + k, tl.load(total + k, k < size, other=0.0).to(tl.float32) + share, k < size)
 
 
-def collect(answer: Answer, total: Tensor) -> None:
+def collect(answer: ColdAnswer, total: Tensor) -> None:
     """total [rows, hidden] gets the share of the pairs that `ask` sent away."""
     block = min(1024, triton.next_power_of_2(total.numel()))
     _collect_kernel[(triton.cdiv(total.numel(), block),)](

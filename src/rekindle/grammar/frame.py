@@ -16,7 +16,7 @@ BLANKS = r"\n[ \t]{0,40}|[ \t]"
 THINKING = "think[lazy]: /(?s:.*)<\\/think>/\nblank: /[ \\n]{0,4}/\n"
 
 
-class Thinking(Enum):
+class ThinkingFrame(Enum):
     """How an answer begins."""
 
     NONE = "start: {}\n"
@@ -24,7 +24,7 @@ class Thinking(Enum):
     FREE = 'start: ("<think>" think blank)? {}\n' + THINKING  # the model may open it
 
 
-def whole(thinking: Thinking, *answers: dict[str, Any]) -> str:
+def whole(thinking: ThinkingFrame, *answers: dict[str, Any]) -> str:
     """The grammar of an answer that is one of these, each a grammar in the library's form, after the thinking."""
     named = [{"name": f"answer{number}", **answer} for number, answer in enumerate(answers)]
     choice = "(" + " | ".join(f"@{answer['name']}" for answer in named) + ")"

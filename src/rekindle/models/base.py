@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rekindle.errors import BadModelFile
-from rekindle.models.keys import Keys, Seen
+from rekindle.models.keys import KeysSeen, MetadataKeys
 from rekindle.spec import ModelSpec
 
 Change = Callable[[np.ndarray], np.ndarray]
@@ -66,7 +66,7 @@ class Family:
     """Models that are read alike."""
 
     architectures: tuple[str, ...]  # `general.architecture` of its GGUF files
-    read: Callable[[Keys, Seen], ModelSpec]
+    read: Callable[[MetadataKeys, KeysSeen], ModelSpec]
     ffn_norm: str = "ffn_norm.weight"  # the norm in front of the feed-forward has two names in GGUF files
     gguf_order: ChangeOf = unchanged  # rows of a GGUF tensor to their canonical places
     hf: HfFormat | None = None

@@ -12,7 +12,7 @@ from rekindle.errors import BadModelFile
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class KeysSeen:
     """What the tensor table says that the metadata does not."""
 
     tensors: int
@@ -23,7 +23,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class MetadataKeys:
     """Typed reading of `<architecture>.<key>`; a missing or senseless value is one clear error."""
 
     path: Path

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from rekindle.models.base import Family, HfFormat
-from rekindle.models.keys import Keys, Seen
+from rekindle.models.keys import KeysSeen, MetadataKeys
 from rekindle.models.readers import read_attention, read_dense_ffn, read_model
 from rekindle.spec import MixerSpec, ModelSpec
 
 
-def _read(keys: Keys, seen: Seen) -> ModelSpec:
+def _read(keys: MetadataKeys, seen: KeysSeen) -> ModelSpec:
     return read_model(keys, seen, _mixers, read_dense_ffn)
 
 
-def _mixers(keys: Keys, seen: Seen, layers: int) -> tuple[MixerSpec, ...]:
+def _mixers(keys: MetadataKeys, seen: KeysSeen, layers: int) -> tuple[MixerSpec, ...]:
     return (read_attention(keys, seen, qk_norm=True),) * layers
 
 

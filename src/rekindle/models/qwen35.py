@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rekindle.models.base import Change, Family, HfConfig, HfFormat
-from rekindle.models.keys import Keys, Seen
+from rekindle.models.keys import KeysSeen, MetadataKeys
 from rekindle.models.readers import read_attention, read_dense_ffn, read_model, read_routed_ffn
 from rekindle.spec import AttentionSpec, DeltaSpec, MixerSpec, ModelSpec
 
@@ -32,11 +32,11 @@ OFFSET_NORMS = (
 )
 
 
-def _read(keys: Keys, seen: Seen) -> ModelSpec:
+def _read(keys: MetadataKeys, seen: KeysSeen) -> ModelSpec:
     return read_model(keys, seen, _mixers, read_routed_ffn if keys.architecture == "qwen35moe" else read_dense_ffn)
 
 
-def _mixers(keys: Keys, seen: Seen, layers: int) -> tuple[MixerSpec, ...]:
+def _mixers(keys: MetadataKeys, seen: KeysSeen, layers: int) -> tuple[MixerSpec, ...]:
     attention, delta = read_attention(keys, seen, qk_norm=True, gated=True), _delta(keys)
     _check_sections(keys, attention)
     recurrent = keys.get("attention.recurrent_layers")
@@ -53,14 +53,14 @@ def _mixers(keys: Keys, seen: Seen, layers: int) -> tuple[MixerSpec, ...]:
     return tuple(delta if (i + 1) % interval else attention for i in range(layers))
 
 
-def _check_sections(keys: Keys, attention: AttentionSpec) -> None:
+def _check_sections(keys: MetadataKeys, attention: AttentionSpec) -> None:
     sections, head_dim = keys.get("rope.dimension_sections"), attention.head_dim
     if isinstance(sections, list):
         rotated = 2 * sum(sections)
         keys.require(0 < rotated <= head_dim, f"rope.dimension_sections rotate {rotated} of {head_dim} dimensions")
 
 
-def _delta(keys: Keys) -> DeltaSpec:
+def _delta(keys: MetadataKeys) -> DeltaSpec:
     inner, value_heads, key_heads = (
         keys.count("ssm.inner_size"),
         keys.count("ssm.time_step_rank"),

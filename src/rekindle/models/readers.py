@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable
 
 from rekindle.config import printable
-from rekindle.models.keys import Keys, Seen
+from rekindle.models.keys import KeysSeen, MetadataKeys
 from rekindle.spec import AttentionSpec, FfnSpec, MixerSpec, ModelSpec
 
 SOFTMAX_ROUTER = 1
 LONGEST_NAME = 200  # characters that people are shown
 
-Mixers = Callable[[Keys, Seen, int], tuple[MixerSpec, ...]]  # of that many layers
+Mixers = Callable[[MetadataKeys, KeysSeen, int], tuple[MixerSpec, ...]]  # of that many layers
 
 
-def read_model(keys: Keys, seen: Seen, mixers: Mixers, ffn: Callable[[Keys], FfnSpec]) -> ModelSpec:
+def read_model(keys: MetadataKeys, seen: KeysSeen, mixers: Mixers, ffn: Callable[[MetadataKeys], FfnSpec]) -> ModelSpec:
     nextn = keys.count("nextn_predict_layers", default=0)
     name = keys.metadata.get("general.name")
     return ModelSpec(
@@ -33,14 +33,14 @@ def read_model(keys: Keys, seen: Seen, mixers: Mixers, ffn: Callable[[Keys], Ffn
     )
 
 
-def _layer_count(keys: Keys, nextn: int, seen: Seen) -> int:
+def _layer_count(keys: MetadataKeys, nextn: int, seen: KeysSeen) -> int:
     blocks = keys.count("block_count")  # includes the next-token-prediction blocks
     keys.require(blocks <= seen.tensors, f"block_count is {blocks}, but there are only {seen.tensors} tensors")
     keys.require(nextn < blocks, f"nextn_predict_layers is {nextn} of block_count {blocks}, so no layer is left")
     return blocks - nextn
 
 
-def read_attention(keys: Keys, seen: Seen, qk_norm: bool, gated: bool = False) -> AttentionSpec:
+def read_attention(keys: MetadataKeys, seen: KeysSeen, qk_norm: bool, gated: bool = False) -> AttentionSpec:
     heads = keys.count("attention.head_count")
     kv_heads = keys.count("attention.head_count_kv", default=heads)
     keys.require(heads % kv_heads == 0, f"{heads} heads are no multiple of {kv_heads} KV heads")
@@ -60,7 +60,7 @@ def read_attention(keys: Keys, seen: Seen, qk_norm: bool, gated: bool = False) -
     )
 
 
-def _rope_dim(keys: Keys, head_dim: int) -> int:
+def _rope_dim(keys: MetadataKeys, head_dim: int) -> int:
     rope_dim = keys.count("rope.dimension_count", default=head_dim)
     keys.require(
         rope_dim <= head_dim and rope_dim % 2 == 0,
@@ -69,7 +69,7 @@ def _rope_dim(keys: Keys, head_dim: int) -> int:
     return rope_dim
 
 
-def _rope_factors(keys: Keys, seen: Seen, rope_dim: int) -> tuple[float, ...] | None:
+def _rope_factors(keys: MetadataKeys, seen: KeysSeen, rope_dim: int) -> tuple[float, ...] | None:
     kind = keys.get("rope.scaling.type")
     linear = keys.number("rope.scaling.factor", default=1.0) if kind == "linear" else 1.0
     keys.require(kind in (None, "none", "linear"), f"rope.scaling.type is {kind!r}; only none and linear are supported")
@@ -83,12 +83,12 @@ def _rope_factors(keys: Keys, seen: Seen, rope_dim: int) -> tuple[float, ...] | 
     return tuple(f * linear for f in seen.rope_factors)
 
 
-def read_dense_ffn(keys: Keys) -> FfnSpec:
+def read_dense_ffn(keys: MetadataKeys) -> FfnSpec:
     keys.require(not keys.get("expert_count"), f"expert_count is {keys.get('expert_count')}, expected a dense model")
     return FfnSpec(width=keys.count("feed_forward_length"))
 
 
-def read_routed_ffn(keys: Keys) -> FfnSpec:
+def read_routed_ffn(keys: MetadataKeys) -> FfnSpec:
     gating = keys.count("expert_gating_func", default=0)
     keys.require(gating in (0, SOFTMAX_ROUTER), f"expert_gating_func is {gating}; only softmax (1) is supported")
     scale = keys.get("expert_weights_scale")

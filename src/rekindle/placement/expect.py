@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rekindle.placement.lending import lendable_pages, lent_slots
 from rekindle.placement.reserve import Weigher
-from rekindle.placement.types import Expected, LayerSizes, Plan, Sizes, StagePlan, pages_for
+from rekindle.placement.types import ExpectedSpeed, LayerSizes, Plan, Sizes, StagePlan, pages_for
 from rekindle.spec import PAGE
 
 LAYER_SECONDS = 24.5e-6  # of every layer, whatever it reads: launches, norms, the recurrent step
@@ -24,7 +24,7 @@ MOST_ROWS = 16  # that were fitted: a dense model is slower with more
 SHOWN = (0, 32_768, 65_536)  # contexts that are shown beside the limit
 
 
-def expected(plan: Plan, sizes: Sizes, context: int, sequences: int = 1) -> Expected | None:
+def expected(plan: Plan, sizes: Sizes, context: int, sequences: int = 1) -> ExpectedSpeed | None:
     """None where so much KV does not fit anywhere, or where the speed of some device is not known, or is that of a CPU:
     their kernels were not fitted."""
     if any(stage.device.rates is None or stage.device.is_cpu for stage in plan.stages):
@@ -33,7 +33,7 @@ def expected(plan: Plan, sizes: Sizes, context: int, sequences: int = 1) -> Expe
         return None
     steps = [_Step(plan, sizes, stage, context, sequences) for stage in plan.stages]
     seconds = sum(step.seconds for step in steps)  # one token passes all stages
-    return Expected(
+    return ExpectedSpeed(
         context,
         sequences,
         sequences / seconds,
@@ -43,7 +43,7 @@ def expected(plan: Plan, sizes: Sizes, context: int, sequences: int = 1) -> Expe
     )
 
 
-def expectations(plan: Plan, sizes: Sizes) -> tuple[tuple[Expected, Expected | None], ...]:
+def expectations(plan: Plan, sizes: Sizes) -> tuple[tuple[ExpectedSpeed, ExpectedSpeed | None], ...]:
     """At every context that is shown: of one sequence, and of as many as the plan has slots for, up to MOST_ROWS."""
     limit, several = plan.wishes.context, min(plan.wishes.sequences, MOST_ROWS)
     contexts = (*(shown for shown in SHOWN if shown < limit), limit)

@@ -230,7 +230,7 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedSpeed:
     """Decode with `sequences` sequences of `context` tokens each."""
 
     context: int
@@ -254,7 +254,7 @@ class Plan:
     reasons: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     # By context: of one sequence, and of several, None where those would not fit.
-    expected: tuple[tuple[Expected, Expected | None], ...] = ()
+    expected: tuple[tuple[ExpectedSpeed, ExpectedSpeed | None], ...] = ()
 
     def stage(self, index: int) -> StagePlan:
         return self.stages[index]

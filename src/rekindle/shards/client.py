@@ -35,7 +35,7 @@ class Keeper(Protocol):
     def restart(self) -> None: ...
 
 
-class Asking(Protocol[T_co]):
+class PendingCall(Protocol[T_co]):
     """A command under way, as a stage sees it."""
 
     @property
@@ -55,7 +55,7 @@ class Session(Protocol):
     def lost(self) -> str | None: ...
     def ask(
         self, body: AnyBody, tensors: Mapping[str, torch.Tensor], read: Callable[[Frame], T], seconds: float
-    ) -> Asking[T]: ...
+    ) -> PendingCall[T]: ...
     def lose(self, why: str) -> None: ...
     def close(self) -> None: ...
 
@@ -144,7 +144,7 @@ class RemoteStage:
         assert pending is None, "tokens drawn ahead stay on the device of a stage that is alone and local"
         return self.submit(batch, hidden).result()
 
-    def submit(self, batch: Batch, hidden: torch.Tensor | None) -> Asking[StageOutput]:
+    def submit(self, batch: Batch, hidden: torch.Tensor | None) -> PendingCall[StageOutput]:
         """A forward under way. `hidden` must not change before its result is there."""
         tensors = {} if hidden is None else {"hidden": hidden}
         return self._ask(frames.export_batch(batch), tensors, lambda reply: self._import_output(reply, batch))
@@ -251,7 +251,7 @@ class RemoteStage:
     def _do(self, body: AnyBody) -> None:
         self._ask(body, {}, self._import_done).result()
 
-    def _ask(self, body: AnyBody, tensors: Tensors, read: Callable[[Frame], T]) -> Asking[T]:
+    def _ask(self, body: AnyBody, tensors: Tensors, read: Callable[[Frame], T]) -> PendingCall[T]:
         return self._session.ask(body, tensors, read, self._deadlines.call)
 
     def _import_done(self, reply: Frame) -> None:

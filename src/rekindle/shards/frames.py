@@ -59,11 +59,11 @@ class Limits:
 # Bodies: what a frame asks or answers. The kind on the wire is the lower-case name.
 
 
-class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=str.lower):
+class FrameBody(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=str.lower):
     """The fields of one kind of frame."""
 
 
-class Hello(Body, frozen=True):
+class Hello(FrameBody, frozen=True):
     """The head says what it expects, and what it planned with. `replaces` names its lost session, whose slots may be
     closed at once."""
 
@@ -79,26 +79,26 @@ class Hello(Body, frozen=True):
     rewind_rows: Count = 0  # of the longest block that is verified
 
 
-class Welcome(Body, frozen=True):
+class Welcome(FrameBody, frozen=True):
     slots: Count
     device: Name
     lease: float  # seconds without a sign of life after which the shard closes the head's slots
 
 
-class Refused(Body, frozen=True):
+class Refused(FrameBody, frozen=True):
     message: Text
     passing: bool = False  # asking again later may help
 
 
-class Ping(Body, frozen=True):
+class Ping(FrameBody, frozen=True):
     pass
 
 
-class Pong(Body, frozen=True):
+class Pong(FrameBody, frozen=True):
     pass
 
 
-class Goodbye(Body, frozen=True):
+class Goodbye(FrameBody, frozen=True):
     pass
 
 
@@ -111,7 +111,7 @@ class SegmentEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     features: Count = 0
 
 
-class Forward(Body, frozen=True):
+class Forward(FrameBody, frozen=True):
     """With the tensor `hidden`, unless the stage is the first."""
 
     segments: Annotated[tuple[SegmentEntry, ...], msgspec.Meta(min_length=1)]
@@ -125,7 +125,7 @@ class PagesEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     total: Count
 
 
-class Output(Body, frozen=True):
+class Output(FrameBody, frozen=True):
     """With the tensor `hidden`, or with `logits` and `scores` as far as they were wanted; with `features` [taps of the
     stage, rows, hidden] where it has some of the batch's taps.
 
@@ -136,15 +136,15 @@ class Output(Body, frozen=True):
     skipping: tuple[Count, ...] = ()  # slots
 
 
-class Open(Body, frozen=True):
+class Open(FrameBody, frozen=True):
     slot: Count
 
 
-class Close(Body, frozen=True):
+class Close(FrameBody, frozen=True):
     slot: Count
 
 
-class Rewind(Body, frozen=True):
+class Rewind(FrameBody, frozen=True):
     slot: Count
     position: Count
 
@@ -163,41 +163,41 @@ class PartEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 PartEntries: TypeAlias = Annotated[tuple[PartEntry, ...], msgspec.Meta(max_length=MAX_TENSORS // 2)]
 
 
-class Capture(Body, frozen=True):
+class Capture(FrameBody, frozen=True):
     """`since` is the id of the capture or prepare after which both ends hold the same pages; 0 for none."""
 
     slot: Count
     since: Count
 
 
-class Captured(Body, frozen=True):
+class Captured(FrameBody, frozen=True):
     parts: PartEntries
     pages: PagesEntry
 
 
-class Prepare(Body, frozen=True):
+class Prepare(FrameBody, frozen=True):
     slot: Count
     position: Count
     parts: PartEntries
 
 
-class Commit(Body, frozen=True):
+class Commit(FrameBody, frozen=True):
     slot: Count
 
 
-class Abort(Body, frozen=True):
+class Abort(FrameBody, frozen=True):
     slot: Count
 
 
-class Pages(Body, frozen=True):
+class Pages(FrameBody, frozen=True):
     pass
 
 
-class Done(Body, frozen=True):
+class Done(FrameBody, frozen=True):
     pages: PagesEntry
 
 
-class Failed(Body, frozen=True):
+class Failed(FrameBody, frozen=True):
     """An exception of the other end: its class and its message."""
 
     error: Name
@@ -390,7 +390,7 @@ def import_batch(body: Forward) -> Batch:
     return Batch(segments, body.rewindable, body.taps)
 
 
-def expect(body: Any, kind: type[Body]) -> None:
+def expect(body: Any, kind: type[FrameBody]) -> None:
     """The answer must be of the kind that was asked for."""
     if not isinstance(body, kind):
         raise BadFrame(f"expected a frame of kind {kind.__name__.lower()}, got {type(body).__name__.lower()}")

@@ -51,7 +51,7 @@ class Prepared:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class HeldSession:
     """One head and the stage it holds. The reader of the wire writes `heard` and `alive`, the worker all the rest."""
 
     id: bytes
@@ -71,7 +71,7 @@ class StageHost:
         self.name = name
         self.stage = stage
         self.terms = terms
-        self.session: Session | None = (
+        self.session: HeldSession | None = (
             None  # of the head that holds the stage; guarded by the lock of the wire's reader
         )
         self._limits = limits
@@ -104,10 +104,10 @@ class StageHost:
         self._wake_reader.close()
         self._wake_writer.close()
 
-    def put(self, session: Session, header: Header, parts: Sequence[zmq.Frame]) -> None:
+    def put(self, session: HeldSession, header: Header, parts: Sequence[zmq.Frame]) -> None:
         self._put(lambda: self._answer(session, header, parts))
 
-    def put_end(self, session: Session, goodbye: int | None) -> None:
+    def put_end(self, session: HeldSession, goodbye: int | None) -> None:
         self._put(lambda: self._end(session, goodbye))
 
     def _put(self, work: Callable[[], None] | None) -> None:
@@ -133,11 +133,11 @@ class StageHost:
             self._wire.read()
         return self._line.popleft()
 
-    def _answer(self, session: Session, header: Header, parts: Sequence[zmq.Frame]) -> None:
+    def _answer(self, session: HeldSession, header: Header, parts: Sequence[zmq.Frame]) -> None:
         if session.alive:  # the head still waits for it
             self._wire.send([session.id + REPLIES, *self.reply(session, header, parts)])
 
-    def reply(self, session: Session, header: Header, parts: Sequence[zmq.Frame]) -> list[bytes | memoryview]:
+    def reply(self, session: HeldSession, header: Header, parts: Sequence[zmq.Frame]) -> list[bytes | memoryview]:
         """Run one command, in the caller's thread, and say how it went."""
         try:
             tensors = frames.import_tensors(header, parts, self._limits)
@@ -148,7 +148,7 @@ class StageHost:
                 log.exception("stage %r failed", self.name)
             return frames.export_frame(Frame(header.id, _failure(error)), self._limits)
 
-    def _end(self, session: Session, goodbye: int | None) -> None:
+    def _end(self, session: HeldSession, goodbye: int | None) -> None:
         """Close what the head left open, so that nothing leaks."""
         for slot in sorted(session.slots):
             try:
@@ -163,7 +163,7 @@ class StageHost:
             reply = frames.export_frame(Frame(goodbye, frames.Done(self._count_pages())), self._limits)
             self._wire.send([session.id + REPLIES, *reply])
 
-    def _run(self, session: Session, frame_id: int, body: AnyBody, tensors: Tensors) -> tuple[AnyBody, Tensors]:
+    def _run(self, session: HeldSession, frame_id: int, body: AnyBody, tensors: Tensors) -> tuple[AnyBody, Tensors]:
         if isinstance(body, frames.Forward):
             return self._forward(session, body, tensors)
         if isinstance(body, frames.Prepare):
@@ -183,7 +183,7 @@ class StageHost:
         count = self.stage.pages()
         return frames.PagesEntry(count.free, count.used, count.total)
 
-    def _forward(self, session: Session, asked: frames.Forward, tensors: Tensors) -> tuple[AnyBody, Tensors]:
+    def _forward(self, session: HeldSession, asked: frames.Forward, tensors: Tensors) -> tuple[AnyBody, Tensors]:
         batch = frames.import_batch(asked)
         for segment in batch.segments:
             self._take_slot(session, segment.slot)
@@ -200,7 +200,7 @@ class StageHost:
         body = frames.Output(self._count_pages(), tuple(sorted(output.skipping)))
         return body, {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def _check_segment(self, session: Session, segment: Segment) -> None:
+    def _check_segment(self, session: HeldSession, segment: Segment) -> None:
         stands = session.reach.get(segment.slot)
         if stands is not None and segment.position != stands.stop:
             raise BadFrame(
@@ -211,7 +211,7 @@ class StageHost:
             raise BadFrame(f"the frame brings token {highest}, the vocabulary has {self._vocabulary}")
 
     @staticmethod
-    def _reach_of(session: Session, body: frames.Rewind) -> range:
+    def _reach_of(session: HeldSession, body: frames.Rewind) -> range:
         reach = session.reach.get(body.slot, range(0))
         if not reach.start <= body.position <= reach.stop:
             there = f"between {reach.start} and {reach.stop}"
@@ -229,21 +229,21 @@ class StageHost:
             raise BadFrame(f"hidden is {list(hidden.shape)} {hidden.dtype}, the batch has {rows} rows of {dtype}")
         return hidden
 
-    def _capture(self, session: Session, frame_id: int, body: frames.Capture) -> tuple[AnyBody, Tensors]:
+    def _capture(self, session: HeldSession, frame_id: int, body: frames.Capture) -> tuple[AnyBody, Tensors]:
         held = session.held.get(body.slot, NOTHING_HELD)
         parts = self.stage.capture(body.slot)
         exported = export_parts(parts, held.pages if held.id == body.since else {})
         session.held[body.slot] = Held(frame_id, pages_of(parts))
         return frames.Captured(exported.entries, self._count_pages()), exported.tensors
 
-    def _prepare(self, session: Session, frame_id: int, body: frames.Prepare, tensors: Tensors) -> None:
+    def _prepare(self, session: HeldSession, frame_id: int, body: frames.Prepare, tensors: Tensors) -> None:
         parts = import_parts(body.parts, tensors, {})
         check_parts(self.terms.span, body.position, parts)
         if isinstance(self.stage, TwoPhaseRestore):
             self.stage.prepare_restore(body.slot, body.position, parts)
         session.prepared[body.slot] = Prepared(frame_id, body.position, parts)
 
-    def _change_slot(self, session: Session, body: AnyBody) -> None:
+    def _change_slot(self, session: HeldSession, body: AnyBody) -> None:
         if isinstance(body, frames.Open):
             self._take_slot(session, body.slot)
             session.held.pop(body.slot, None)
@@ -268,7 +268,7 @@ class StageHost:
         else:
             raise BadFrame(f"a stage is not asked by a frame of kind {type(body).__name__.lower()}")
 
-    def _commit(self, session: Session, slot: int) -> None:
+    def _commit(self, session: HeldSession, slot: int) -> None:
         prepared = session.prepared.pop(slot, None)
         if prepared is None:
             raise SnapshotMismatch(f"slot {slot}: the head commits a restore, the shard has none prepared")
@@ -281,11 +281,11 @@ class StageHost:
         session.held[slot] = Held(prepared.id, pages_of(prepared.parts))
         session.reach[slot] = range(prepared.position, prepared.position)
 
-    def _abort(self, session: Session, slot: int) -> None:
+    def _abort(self, session: HeldSession, slot: int) -> None:
         if session.prepared.pop(slot, None) is not None and isinstance(self.stage, TwoPhaseRestore):
             self.stage.abort_restore(slot)
 
-    def _take_slot(self, session: Session, slot: int) -> None:
+    def _take_slot(self, session: HeldSession, slot: int) -> None:
         if slot >= self.terms.slots:
             raise BadFrame(f"the frame names slot {slot}, the stage has {self.terms.slots}")
         if slot not in session.slots:

@@ -22,7 +22,7 @@ from rekindle.errors import LinkRefused, RekindleError, StageLost
 from rekindle.shards import frames
 from rekindle.shards.client import RemoteStage
 from rekindle.shards.frames import AnyBody, Frame, Limits
-from rekindle.shards.host import Session, StageHost
+from rekindle.shards.host import HeldSession, StageHost
 from rekindle.shards.session import Deadlines, describe, import_error
 from rekindle.shards.terms import Terms, disagreements
 from rekindle.stages.types import Stage
@@ -61,7 +61,7 @@ class StageServant:
         self._limits = Limits()
         self._terms = terms
         self._host = StageHost("stage", stage, terms, _NoWire(), self._limits)
-        self._session = Session(b"ray", self._host)
+        self._session = HeldSession(b"ray", self._host)
 
     def run(self, message: Message) -> Message:
         parts = unpack(message)

@@ -22,7 +22,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from rekindle.errors import BadFrame, LinkRefused
 from rekindle.shards import frames
 from rekindle.shards.frames import AnyBody, Frame, Header, Limits
-from rekindle.shards.host import Session, StageHost
+from rekindle.shards.host import HeldSession, StageHost
 from rekindle.shards.link import (
     PULSE,
     REPLIES,
@@ -82,7 +82,7 @@ class ShardServer:
         self._hosts = {
             name: StageHost(name, stage, terms(stage), self, self._limits, vocabulary) for name, stage in stages.items()
         }
-        self._sessions: dict[bytes, Session] = {}
+        self._sessions: dict[bytes, HeldSession] = {}
         self._stopping = threading.Event()
         self.stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="shard watch", daemon=True)
@@ -205,7 +205,7 @@ class ShardServer:
             left = host.session.heard + self._lease - time.monotonic()
             message = f"stage {hello.stage!r} is held by another head, whose lease ends in {left:.1f} s"
             return frames.Refused(message, passing=True)
-        host.session = self._sessions[session_id] = Session(session_id, host)
+        host.session = self._sessions[session_id] = HeldSession(session_id, host)
         return frames.Welcome(host.stage.slots, host.stage.device, self._lease)
 
     def _end_expired(self) -> None:
@@ -215,7 +215,7 @@ class ShardServer:
                 if now - session.heard > self._lease:
                     self._end(session, f"no sign of life for {self._lease} s")
 
-    def _end(self, session: Session, why: str, goodbye: int | None = None) -> None:
+    def _end(self, session: HeldSession, why: str, goodbye: int | None = None) -> None:
         log.info("stage %r: session ends: %s", session.host.name, why)
         session.alive = False
         del self._sessions[session.id]

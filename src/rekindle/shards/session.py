@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 from rekindle import errors
 from rekindle.errors import BadFrame, LinkRefused, RekindleError, StageLost
 from rekindle.shards import frames
-from rekindle.shards.frames import AnyBody, Body, Frame, Header, Limits
+from rekindle.shards.frames import AnyBody, Frame, FrameBody, Header, Limits
 from rekindle.shards.link import (
     PULSE,
     REPLIES,
@@ -350,7 +350,7 @@ _BROKEN_HANDSHAKES = {int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL), int(zmq.EVENT_H
 _WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | sum(_BROKEN_HANDSHAKES)
 
 
-def describe(body: Body) -> str:
+def describe(body: FrameBody) -> str:
     """What is under way, for an error message."""
     if isinstance(body, frames.Forward):
         rows = sum(len(segment.tokens) for segment in body.segments)

@@ -35,7 +35,7 @@ KV_TYPE = torch.bfloat16
 Shaped = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by the name of a tensor
 
 
-class Pending(Protocol):
+class PendingFeatures(Protocol):
     """Tokens of a batch that are on the device only: row rows[i] has tokens[sources[i]]."""
 
     @property
@@ -134,7 +134,7 @@ class RingContext(ABC):
 
     @abstractmethod
     def _read_rows(
-        self, batch: Batch, features: Sequence[Tensor], pending: Pending | None
+        self, batch: Batch, features: Sequence[Tensor], pending: PendingFeatures | None
     ) -> Iterator[tuple[Segment, int, tuple[Tensor, ...]]]:
         """What is kept of the batch's positions: of each segment with features the first position, and its rows."""
 
@@ -156,7 +156,7 @@ class RingContext(ABC):
 
     # Reading
 
-    def read(self, batch: Batch, features: Sequence[Tensor], pending: Pending | None = None) -> None:
+    def read(self, batch: Batch, features: Sequence[Tensor], pending: PendingFeatures | None = None) -> None:
         for segment in batch.segments:
             self._known[segment.slot].position = segment.end
         for segment, position, rows in self._read_rows(batch, features, pending):
@@ -314,7 +314,7 @@ class DrafterContext(RingContext):
         self._order = [self.taps.index(tap) for tap in model.spec.taps]
 
     def _read_rows(
-        self, batch: Batch, features: Sequence[Tensor], pending: Pending | None
+        self, batch: Batch, features: Sequence[Tensor], pending: PendingFeatures | None
     ) -> Iterator[tuple[Segment, int, tuple[Tensor, ...]]]:
         first = 0
         for segment in (segment for segment in batch.segments if segment.features):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rekindle.batch import Ask, Batch, Segment
 from rekindle.snapshots.types import Part
-from rekindle.speculative.context import KV_TYPE, Known, Pending, RingContext, Shaped
+from rekindle.speculative.context import KV_TYPE, Known, PendingFeatures, RingContext, Shaped
 from rekindle.speculative.dflash import Keys
 from rekindle.speculative.mtp import Chain, Mtp
 
@@ -44,7 +44,7 @@ class MtpContext(RingContext):
         return range(max(0, known.start - 1), known.stop) if known else known
 
     def _read_rows(
-        self, batch: Batch, features: Sequence[Tensor], pending: Pending | None
+        self, batch: Batch, features: Sequence[Tensor], pending: PendingFeatures | None
     ) -> Iterator[tuple[Segment, int, tuple[Tensor, ...]]]:
         tokens = self._tokens(batch, pending) if batch.feature_rows else None
         first = 0
@@ -66,7 +66,7 @@ class MtpContext(RingContext):
         last = self._last[slot]
         return last.hidden.to(like) if last is not None and last.position == position else like[:0]
 
-    def _tokens(self, batch: Batch, pending: Pending | None) -> Tensor:
+    def _tokens(self, batch: Batch, pending: PendingFeatures | None) -> Tensor:
         """Of all rows; where none could be drawn any will do, since what comes of it is thrown away."""
         known = [max(token, 0) for segment in batch.segments for token in segment.tokens]
         tokens = torch.tensor(known, device=self._device)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class LineStep:
     """A batch at one stage."""
 
     batch: Batch
@@ -49,7 +49,7 @@ def _with_earlier(output: StageOutput, earlier: StageOutput) -> StageOutput:
 
 
 class Line(Protocol):
-    def enter(self, step: Step) -> None: ...
+    def enter(self, step: LineStep) -> None: ...
     def post(self, call: Callable[[], T]) -> Future[T]: ...
     def stop(self) -> None: ...
 
@@ -87,7 +87,7 @@ class WorkingLine(CallLine):
         self._stage = stage
         super().__init__(f"stage {stage.span}")
 
-    def enter(self, step: Step) -> None:
+    def enter(self, step: LineStep) -> None:
         self._work.put(lambda: step.complete(self._stage.forward))
 
 
@@ -101,13 +101,13 @@ class SendingLine:
 
     def __init__(self, stage: Sending) -> None:
         self._stage = stage
-        self._waiting: deque[Step | Callable[[], None] | None] = deque()
-        self._sent: deque[tuple[Step, UnderWay | BaseException]] = deque()
+        self._waiting: deque[LineStep | Callable[[], None] | None] = deque()
+        self._sent: deque[tuple[LineStep, UnderWay | BaseException]] = deque()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"stage {stage.span}", daemon=True)
         self._thread.start()
 
-    def enter(self, step: Step) -> None:
+    def enter(self, step: LineStep) -> None:
         with self._changed:
             self._waiting.append(step)
         if step.before is None:
@@ -132,12 +132,12 @@ class SendingLine:
     def _send(self) -> None:
         """Every step at the front whose stage before is done. From any thread."""
         with self._changed:
-            while self._waiting and isinstance(step := self._waiting[0], Step) and _is_ready(step):
+            while self._waiting and isinstance(step := self._waiting[0], LineStep) and _is_ready(step):
                 self._sent.append((step, self._submit(step)))
                 self._waiting.popleft()
             self._changed.notify()
 
-    def _submit(self, step: Step) -> UnderWay | BaseException:
+    def _submit(self, step: LineStep) -> UnderWay | BaseException:
         try:
             hidden = step.before.result().hidden if step.before is not None else None
             return self._stage.submit(step.batch, hidden)
@@ -156,7 +156,7 @@ class SendingLine:
                 step, answer = self._sent.popleft()
                 return lambda: step.complete(lambda *_: _result(answer))
             call = self._waiting[0]
-        assert not isinstance(call, Step), "the line's thread is woken for answers and calls"
+        assert not isinstance(call, LineStep), "the line's thread is woken for answers and calls"
         return partial(self._call, call) if call is not None else None
 
     def _call(self, call: Callable[[], None]) -> None:
@@ -167,10 +167,10 @@ class SendingLine:
         self._send()
 
     def _has_work(self) -> bool:
-        return bool(self._sent) or bool(self._waiting and not isinstance(self._waiting[0], Step))
+        return bool(self._sent) or bool(self._waiting and not isinstance(self._waiting[0], LineStep))
 
 
-def _is_ready(step: Step) -> bool:
+def _is_ready(step: LineStep) -> bool:
     return step.before is None or step.before.done()
 
 

@@ -26,7 +26,7 @@ from rekindle.batch import Ask, Batch
 from rekindle.errors import RekindleError, StageLost
 from rekindle.snapshots.types import Part, StateHolder
 from rekindle.spec import Span
-from rekindle.stages.lines import CallLine, Line, Step, line_for
+from rekindle.stages.lines import CallLine, Line, LineStep, line_for
 from rekindle.stages.types import (
     FeatureReader,
     InProcess,
@@ -118,7 +118,7 @@ class Pipeline:
         before: Future[StageOutput] | None = None
         for line in self._lines:
             after: Future[StageOutput] = Future()
-            line.enter(Step(batch, before, after))
+            line.enter(LineStep(batch, before, after))
             before = after
         return (
             after if self._drafter_line is None else self._drafter_line.post(lambda: self._read(batch, after.result()))

@@ -19,7 +19,7 @@ LOOKED = 256  # forwards between two looks at the counted routing
 ROWS_PER_UNIT = 256  # of a forward that takes a unit back for every so many of its rows, and one at least
 
 
-class Unit(Protocol):
+class LentUnit(Protocol):
     """Memory that changes hands as a whole."""
 
     @property
@@ -36,7 +36,7 @@ class Unit(Protocol):
 
 
 class Trade:
-    def __init__(self, pool: PagePool, units: Sequence[Unit]) -> None:
+    def __init__(self, pool: PagePool, units: Sequence[LentUnit]) -> None:
         self._pool, self._units = pool, units
         self._trader = Trader(pool.places, [len(unit.places) for unit in units])
         self._page_bytes = sum(layer[0].nbytes for layer in pool.kv)

@@ -29,7 +29,7 @@ Message = dict[str, Any]
 Render = Callable[[list[Message]], str | None]  # None where the template refuses the messages
 
 
-class Way(StrEnum):
+class LateSystemWay(StrEnum):
     AS_IS = "as it is"
     TURN = "turn"
     USER = "user"
@@ -40,7 +40,7 @@ class Way(StrEnum):
 class LateSystem:
     """What one template allows."""
 
-    way: Way = Way.AS_IS
+    way: LateSystemWay = LateSystemWay.AS_IS
     user: str = ""  # how the template opens a turn of the user's
     system: str = ""  # and how it opens one of the system's
 
@@ -54,11 +54,11 @@ class LateSystem:
         for start in role_starts:
             user = start + rest.partition(_WORDS[1])[0].rpartition(start)[2]
             system = user.replace("user", "system")
-            found = cls(Way.TURN, user, system)
+            found = cls(LateSystemWay.TURN, user, system)
             if "user" in user and system in before and found._works(render, marks):
                 return found
         takes_two = any(_in_order(render(_conversation("user")[first:]), first) for first in (0, 1))
-        return cls(Way.USER if takes_two else Way.APPENDED)
+        return cls(LateSystemWay.USER if takes_two else LateSystemWay.APPENDED)
 
     def _works(self, render: Render, marks: Sentinels) -> bool:
         asked = [self._placed(message, marks) if i == 3 else message for i, message in enumerate(_conversation("user"))]
@@ -72,9 +72,9 @@ class LateSystem:
         """The messages in a form that the template takes."""
         placed: list[Message] = []
         for message in messages:
-            if self.way is Way.AS_IS or not placed or message.get("role") != "system":
+            if self.way is LateSystemWay.AS_IS or not placed or message.get("role") != "system":
                 placed.append(message)
-            elif self.way is Way.APPENDED and placed[-1].get("role") in ("user", "tool"):
+            elif self.way is LateSystemWay.APPENDED and placed[-1].get("role") in ("user", "tool"):
                 placed[-1] = _appended(placed[-1], _said(message))
             else:
                 placed.append(self._placed(message, marks))
@@ -82,13 +82,13 @@ class LateSystem:
 
     def _placed(self, message: Message, marks: Sentinels) -> Message:
         text = _text(message)
-        if self.way is Way.TURN:
+        if self.way is LateSystemWay.TURN:
             return {"role": "user", "content": f"{_OPEN}{marks.begin}{text}{marks.end}{_CLOSE}"}
         return {"role": "user", "content": _said(message)}
 
     def written(self, text: str, marks: Sentinels) -> str:
         """What the template wrote, with the turns that stood for the system's as the system's."""
-        if self.way is not Way.TURN or marks.begin not in text:
+        if self.way is not LateSystemWay.TURN or marks.begin not in text:
             return text
         text = re.sub(re.escape(f"{self.user}{_OPEN}{marks.begin}"), lambda _: self.system, text)
         return text.replace(f"{marks.end}{_CLOSE}", "")

@@ -8,7 +8,7 @@ import torch
 from rekindle.experts.planes import make_parts, make_pieces
 from rekindle.experts.residency import Residency
 from rekindle.experts.routed import RoutedFfn
-from rekindle.kernels.moe.cold import Answer, Missing
+from rekindle.kernels.moe.cold import ColdAnswer, Missing
 
 ADDRESS = 1 << 40  # of host memory; kernels are specialised on its alignment only
 
@@ -29,7 +29,7 @@ def launch_cold_experts(ffn: RoutedFfn, kept: int, lendable: int, dtype: torch.d
     residency = Residency([], kept + lendable, experts, device, range(lendable))
     one, places = (torch.zeros(size, dtype=torch.int32, device=device) for size in (1, experts))
     mailbox = one, ADDRESS, one, *(ADDRESS,) * 6, one, one
-    answer = Answer(one, one, one, torch.empty(hidden, device=device), ADDRESS, ADDRESS, ADDRESS)
+    answer = ColdAnswer(one, one, one, torch.empty(hidden, device=device), ADDRESS, ADDRESS, ADDRESS)
     parts, h = make_parts(stacks, stacks, device), torch.empty(1, hidden, dtype=dtype, device=device)
     if parts is not None and takes_missing(h, *stacks, ffn.shared):
         for request, reply in ((None, None), (mailbox, answer)):

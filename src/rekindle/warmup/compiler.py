@@ -24,7 +24,7 @@ from rekindle.layers import load_span
 from rekindle.stages import LocalStage
 from rekindle.warmup.cold_experts import launch_cold_experts
 from rekindle.warmup.compile_ahead import CompileJob
-from rekindle.warmup.launches import Launch, Workers, recording
+from rekindle.warmup.launches import CompileWorkers, Launch, recording
 from rekindle.warmup.outline import DeviceWithoutMemory, OutlineFile
 from rekindle.warmup.steps import pages_needed, run_step_shapes
 from rekindle.weights import WeightFile, open_weights
@@ -65,7 +65,7 @@ def _run_plainly(step: Callable[[], None], warm: Callable[[], None] | None = Non
 
 def compile_all(job: CompileJob) -> None:
     # Before anything touches the GPU: workers are forked from this process as it is now.
-    workers = Workers(job.workers, GPUTarget(*job.target))
+    workers = CompileWorkers(job.workers, GPUTarget(*job.target))
     submitted: list[Future[None]] = []
     done = 0
 

@@ -55,7 +55,7 @@ def _note(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
     return True
 
 
-class Workers:
+class CompileWorkers:
     """Processes that compile for `target`. Made while this process is small and has no GPU: they are forked from it."""
 
     def __init__(self, count: int, target: GPUTarget) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rekindle.errors import BadModelFile
-from rekindle.models.keys import Seen
+from rekindle.models.keys import KeysSeen
 from rekindle.spec import ModelSpec
 from rekindle.weights.expected import EMBEDDING, NEXTN_JOIN, OUTPUT, ROPE_FACTORS, expected_model
 from rekindle.weights.fingerprint import fingerprint
@@ -221,11 +221,11 @@ def _refuse_others(path: Path, metadata: Mapping[str, Any]) -> None:
         raise BadModelFile(f"{path} is {_OTHERS[kind]}, not a language model; name the model's own file")
 
 
-def _look(path: Path, stored: Mapping[str, Stored], metadata: Mapping[str, Any]) -> Seen:
+def _look(path: Path, stored: Mapping[str, Stored], metadata: Mapping[str, Any]) -> KeysSeen:
     if EMBEDDING not in stored:
         raise BadModelFile(f"{path} has no tensor {EMBEDDING}")
     vocab = stored[EMBEDDING].info.shape[0]
-    return Seen(
+    return KeysSeen(
         tensors=len(stored),
         vocab=vocab,
         tokens=min(vocab, _named_tokens(metadata) or vocab),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rekindle.errors import BadModelFile
-from rekindle.models.keys import Seen
+from rekindle.models.keys import KeysSeen
 from rekindle.spec import ModelSpec
 from rekindle.weights.fingerprint import fingerprint
 from rekindle.weights.hf_config import is_tied, metadata_of, read_format, rope_factors, text_config
@@ -43,7 +43,7 @@ class HfFolder:
         prefix = _prefix(path, self._stored)
         self.files = SourceFiles(list({id(each.file): each.file for each in self._stored.values()}.values()))
         vocab = self._stored[f"{prefix}embed_tokens.weight"].info.shape[0]
-        seen = Seen(
+        seen = KeysSeen(
             tensors=len(self._stored),
             vocab=vocab,
             tokens=min(vocab, _named_tokens(path) or vocab),

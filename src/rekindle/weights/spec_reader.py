@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.models.base import Family
-from rekindle.models.keys import Keys, Seen
+from rekindle.models.keys import KeysSeen, MetadataKeys
 from rekindle.models.registry import family_of
 from rekindle.spec import ModelSpec
 
@@ -16,6 +16,6 @@ def read_family(path: Path, metadata: Mapping[str, Any]) -> Family:
     return family_of(metadata.get("general.architecture"), str(path))
 
 
-def read_spec(path: Path, metadata: Mapping[str, Any], seen: Seen) -> ModelSpec:
+def read_spec(path: Path, metadata: Mapping[str, Any], seen: KeysSeen) -> ModelSpec:
     family = read_family(path, metadata)
-    return family.read(Keys(path, metadata, metadata["general.architecture"]), seen)
+    return family.read(MetadataKeys(path, metadata, metadata["general.architecture"]), seen)

@@ -13,7 +13,7 @@ from rekindle.experts.planes import empty_stack, make_parts, zeros_on
 from rekindle.kernels.matmul import mma
 from rekindle.kernels.moe import naive, tensor_core
 from rekindle.kernels.moe import triton as fast
-from rekindle.kernels.moe.cold import Answer, Missing
+from rekindle.kernels.moe.cold import ColdAnswer, Missing
 from rekindle.kernels.moe.types import SharedExpert
 
 EXPERTS, HIDDEN, WIDTH, USED = 2, 256, 256, 1
@@ -105,7 +105,7 @@ def test_what_the_host_computes_is_taken_in_once_and_added_by_down(monkeypatch: 
     slots = torch.tensor([[0, 3, 0]], dtype=torch.int32)
     done, lost, theirs = torch.tensor([7], dtype=torch.int32), torch.zeros(1, dtype=torch.int32), drawn(256)
     count, number, gone = (torch.tensor([value], dtype=torch.int32) for value in (2, 7, 0))
-    answer = Answer(count, number, gone, torch.zeros(256), done.data_ptr(), lost.data_ptr(), theirs.data_ptr())
+    answer = ColdAnswer(count, number, gone, torch.zeros(256), done.data_ptr(), lost.data_ptr(), theirs.data_ptr())
 
     def run(weights: list[float]) -> Tensor:
         missing = Missing(torch.full_like(slots, -1), parts, answer)

@@ -84,7 +84,7 @@ class ToolCall(Body):
     function: Function
 
 
-class Message(Body):
+class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
@@ -177,7 +177,9 @@ class OllamaBody(Body):
 class OllamaChatBody(OllamaBody):
     prompt_field = "messages"
 
-    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(default_factory=list)
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
+        default_factory=list
+    )
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
     @model_validator(mode="after")

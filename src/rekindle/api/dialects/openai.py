@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rekindle.api.cards import Card, values_of
+from rekindle.api.cards import ModelCard, values_of
 from rekindle.api.choice import Choice, TextDelta
 from rekindle.api.dialects.base import Json, Service
 from rekindle.api.dialects.openai_formats import ResponseFormat, StructuredOutputs, grammar_of
@@ -299,7 +299,7 @@ def _card(name: str, slot: Slot) -> Json:
     }
 
 
-def _defaults(card: Card) -> Json:
+def _defaults(card: ModelCard) -> Json:
     """What holds for fields that a request leaves out."""
     direct = {} if card.direct is None else {"without_thinking": values_of(card.direct)}
     return values_of(card.sampling) | direct | {"max_tokens": card.max_tokens, "from": card.origin}

@@ -35,7 +35,7 @@ def _as_sent(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     return value
 
 
-class Message(Body):
+class ChatMessage(Body):
     """One message; what else it holds (tool_calls, name, reasoning_content …) is the template's to read."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -63,7 +63,7 @@ def _check_part(part: Any) -> None:
         raise ValueError(f"a text part needs a text, got {kind_of(part.get('text'))}")
 
 
-class Tool(Body):
+class ChatTool(Body):
     type: Literal["function"]
     function: dict[str, Any]
 
@@ -72,14 +72,16 @@ class ChatBody(OpenAIBody):
     prompt_field = "messages"
 
     messages: Annotated[
-        list[Annotated[Message, WrapValidator(_as_sent)]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+        list[Annotated[ChatMessage, WrapValidator(_as_sent)]],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
     ]
     max_tokens: AnswerLimit | None = None
     max_completion_tokens: AnswerLimit | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: (
-        Annotated[list[Annotated[Tool, WrapValidator(_as_sent)]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None
+        Annotated[list[Annotated[ChatTool, WrapValidator(_as_sent)]], Field(max_length=MAX_TOOLS, fail_fast=True)]
+        | None
     ) = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None

@@ -74,7 +74,7 @@ class TextFormat(Body):
         return Grammar.of_any_object("text.format") if self.type == "json_object" else None
 
 
-class TextOptions(Body):
+class ResponsesText(Body):
     format: TextFormat | None = None
     verbosity: str | None = None
 
@@ -92,7 +92,7 @@ class ResponsesBody(Body):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    text: TextOptions | None = None
+    text: ResponsesText | None = None
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     previous_response_id: str | None = None
     conversation: Any = None

@@ -19,7 +19,7 @@ class CopyPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ColdAnswer:
     """What the host gives for the experts that it computes itself. Numbers are addresses in its memory, which mean the
     same on the device."""
 
@@ -43,7 +43,7 @@ class Missing:
 
     sources: Tensor  # int32 [1, used]: the place in host memory to bring the expert from, -1 if it is not brought
     parts: CopyPlan
-    answer: Answer | None = None  # None: the host computes none of them
+    answer: ColdAnswer | None = None  # None: the host computes none of them
 
     @property
     def arguments(self) -> tuple[Tensor | int, ...]:

@@ -35,7 +35,7 @@ TENSOR_CORE_GROUP_ROWS = 512
 MANY_ROWS = 3072  # from here on experts are expanded
 
 
-class Kernel(StrEnum):
+class ExpertKernel(StrEnum):
     """What computes routed experts, by file and function."""
 
     TENSOR_CORE_PAIRS = "tensor_core.by_pair"
@@ -55,15 +55,15 @@ class Shared(StrEnum):
     APART = "by products of its own"
 
 
-def choose(rows: int, alike: bool, tensor_cores: bool, shared: Shared) -> Kernel:
+def choose(rows: int, alike: bool, tensor_cores: bool, shared: Shared) -> ExpertKernel:
     """alike: gate and up are of one type; tensor_cores: `uses_tensor_cores` of the three stacks."""
     on_tensor_cores = alike and tensor_cores
     by_pair = alike and rows <= (TENSOR_CORE_PAIR_ROWS if on_tensor_cores else FEW_ROWS)
     if by_pair and shared is not Shared.APART:
-        return Kernel.TENSOR_CORE_PAIRS if on_tensor_cores and shared is not Shared.PAIR else Kernel.PAIRS
+        return ExpertKernel.TENSOR_CORE_PAIRS if on_tensor_cores and shared is not Shared.PAIR else ExpertKernel.PAIRS
     if on_tensor_cores and rows <= TENSOR_CORE_GROUP_ROWS:
-        return Kernel.INTEGERS if rows <= INTEGER_ROWS else Kernel.TENSOR_CORE_GROUPS
-    return Kernel.EXPANDED_GROUPS if rows >= MANY_ROWS else Kernel.GROUPS
+        return ExpertKernel.INTEGERS if rows <= INTEGER_ROWS else ExpertKernel.TENSOR_CORE_GROUPS
+    return ExpertKernel.EXPANDED_GROUPS if rows >= MANY_ROWS else ExpertKernel.GROUPS
 
 
 def takes_missing(h: Tensor, gate: ExpertStack, up: ExpertStack, down: ExpertStack, shared: SharedExpert) -> bool:
@@ -94,14 +94,14 @@ def moe(
     planes = gate.planes, up.planes, down.planes
     alike, tensor_cores = gate.planes.type == up.planes.type, uses_tensor_cores(h, *planes)
     kernel = choose(h.shape[0], alike, tensor_cores, _kind_of(h, shared, gate.rows))
-    if kernel in (Kernel.PAIRS, Kernel.TENSOR_CORE_PAIRS):
-        run = tensor_core.by_pair if kernel is Kernel.TENSOR_CORE_PAIRS else pairs.by_pair
+    if kernel in (ExpertKernel.PAIRS, ExpertKernel.TENSOR_CORE_PAIRS):
+        run = tensor_core.by_pair if kernel is ExpertKernel.TENSOR_CORE_PAIRS else pairs.by_pair
         return run(h, ids, weights, *planes, gate.rows, _as_pair(shared, gate.rows))
-    if kernel is Kernel.INTEGERS:
+    if kernel is ExpertKernel.INTEGERS:
         return by_integers(h, ids, weights, gate, up, down, shared)
-    if kernel is Kernel.TENSOR_CORE_GROUPS:
+    if kernel is ExpertKernel.TENSOR_CORE_GROUPS:
         return by_group_on_tensor_cores(h, ids, weights, gate, up, down, shared)
-    return by_group(h, ids, weights, gate, up, down, shared, expanding=kernel is Kernel.EXPANDED_GROUPS)
+    return by_group(h, ids, weights, gate, up, down, shared, expanding=kernel is ExpertKernel.EXPANDED_GROUPS)
 
 
 def _kind_of(h: Tensor, shared: SharedExpert | None, width: int) -> Shared:
