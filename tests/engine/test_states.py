@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import rekindle.engine
+from rekindle.engine.kept_slots import KeptSlots
 from rekindle.engine.roster import Roster
 from rekindle.engine.scheduler import Scheduler
 from rekindle.engine.sequence import Sequence
@@ -23,7 +24,7 @@ def sequence(name: str = "r", **changes: Any) -> Sequence:
 
 @pytest.fixture
 def roster() -> Roster:
-    return Roster(2, Scheduler(64, depth=1, async_steps=0))
+    return Roster(2, Scheduler(64, depth=1, async_steps=0), KeptSlots(None))
 
 
 def start(roster: Roster, one: Sequence) -> None:

@@ -1,8 +1,9 @@
-"""One word for one thing: a class name stands in one module, and pages of the docs are wrapped."""
+"""A class name stands in one module; pages of the docs are wrapped and name tests that exist."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -13,6 +14,12 @@ PACKAGE = ROOT / "src" / "rekindle"
 # Two sides of one border: a frame has the name of what it carries, the engine's event that of what the client gets.
 ALLOWED = {"Failed", "Output"}
 WIDEST = 130  # columns; tables and code are as wide as they must be
+
+
+def test_the_tests_that_keep_the_laws_are_there() -> None:
+    named = set(re.findall(r"`(\w+/test_\w+\.py)`", (ROOT / "docs" / "architecture.md").read_text()))
+    assert len(named) > 10
+    assert not [name for name in named if not (ROOT / "tests" / name).exists()]
 
 
 def homes() -> dict[str, list[str]]:
