@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.answers import Answer
 from support.drafter_files import tiny_drafter
-from support.tiny_files import write_tiny_file, write_with_block
+from support.tiny_files import write_tied, write_tiny_file, write_with_block
 
 from rekindle.build import build_engine
 from rekindle.build.drafts import drafts_of, open_drafter_of
@@ -140,6 +140,12 @@ def test_a_snapshot_with_the_drafters_context_takes_no_more_than_the_plan_says(g
 def test_an_engine_is_built_with_its_drafter(golden: Path, drafter: Path) -> None:
     report = drafted(golden / MODEL, drafter)
     assert (report.drafter, report.off) == ("lookup and dflash", None)
+
+
+def test_drafters_look_tokens_up_in_the_head_of_a_tied_model(tmp_path: Path) -> None:
+    model = write_tied(tmp_path / "tied.gguf", MODEL)
+    report = drafted(model, tiny_drafter(tmp_path / "d", open_model(model).spec, version=2))
+    assert (report.drafter, report.off) == ("lookup and dflash", None) and report.blocks
 
 
 # MTP

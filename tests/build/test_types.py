@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_files import write_tied
 from typer.testing import CliRunner
 
 from rekindle.build import StageConfig, choose_types, open_model, plan_model
@@ -19,8 +20,8 @@ from rekindle.config import Config
 from rekindle.errors import BadConfig
 from rekindle.kernels import native
 from rekindle.layers import load_span
-from rekindle.layers.embedding import HostEmbedding
-from rekindle.placement import Device, Machine
+from rekindle.layers.embedding import DeviceEmbedding, HostEmbedding
+from rekindle.placement import Device, Machine, Plan
 from rekindle.placement.units import gib
 from rekindle.weights import TensorInfo
 
@@ -129,8 +130,43 @@ def test_on_a_cpu_the_plan_counts_what_loading_takes_and_says_what_weights_becom
     said = f"weights become {dtype} on a CPU, {gib(taken + mapped)} instead of "
     if not kernels:
         said = f"weights stay quantised, {gib(taken + mapped)}"
-        tied = model.file.tensors["token_embd.weight"].nbytes if model.spec.tied else 0
-        assert taken + mapped <= 1.2 * (model.file.path.stat().st_size + tied)
+        assert taken + mapped <= 1.2 * model.file.path.stat().st_size
     assert any(said in reason for reason in plan.reasons)
     on_gpu = plan_model(Config(sequences=1, context=1024), model, Machine((Device("cuda:0", "cuda", 4 * GIB),), GIB))
     assert not any("weights become" in reason for reason in on_gpu.reasons)
+
+
+def _planned_embedding(plan: Plan) -> int:
+    return sum(item.bytes for item in plan.host_items if item.name == "embedding rows (as stored)")
+
+
+@pytest.mark.parametrize("kernels", ["", "off"])
+def test_an_embedding_that_is_the_head_too_is_counted_once_where_a_cpu_has_both(
+    tmp_path: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a compiler, or with the ends apart, rows are kept as stored for looking up."""
+    monkeypatch.setenv(native.SWITCH, kernels)
+    monkeypatch.setattr(native, "library", cache(native.library.__wrapped__))
+    model = open_model(write_tied(tmp_path / "tied.gguf", "tiny-qwen35-Q4_K_M.gguf"))
+    stored = model.file.tensors["token_embd.weight"].nbytes
+    cpu, card = Device("cpu", "cpu", 4 * GIB, host=True), Device("cuda:0", "cuda", 4 * GIB)
+    alone, split, other = (
+        plan_model(Config(sequences=1, context=1024, dtype="float32"), model, Machine(devices, 8 * GIB))
+        for devices in ((cpu,), (cpu, card), (card, cpu))
+    )
+    assert [_planned_embedding(plan) for plan in (alone, split, other)] == [stored if kernels else 0, stored, 0]
+    assert other.stages[0].bytes_of("embedding") > 0
+    assert alone.stage(0).bytes_of("head") == other.stages[1].bytes_of("head") > 0
+    loaded = load_span(model.file, model.spec.whole, torch.device("cpu"), torch.float32)
+    assert isinstance(loaded.embedding, HostEmbedding if kernels else DeviceEmbedding)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler")
+def test_the_embedded_model_takes_at_most_1_2_times_its_file_on_a_cpu() -> None:
+    model, cpu = open_model(None), Device("cpu", "cpu", 4 * GIB, host=True)
+    plan = plan_model(Config(sequences=1, context=1024), model, Machine((cpu,), 8 * GIB))
+    loaded = load_span(model.file, model.spec.whole, torch.device("cpu"), torch.float32)
+    places = {tensor.data_ptr(): tensor.nbytes for tensor in _tensors((loaded.layers, loaded.head, loaded.embedding))}
+    taken = sum(places.values())
+    assert taken <= 1.2 * model.file.path.stat().st_size
+    assert any(f"weights stay quantised, {gib(taken)}" in reason for reason in plan.reasons)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.tiny_files import FILES
+from support.tiny_files import FILES, write_tied
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.kernels import native
 from rekindle.kernels.native.program import Arena, Tape
 from rekindle.kernels.norm import add, rms_norm
 from rekindle.layers import load_span
-from rekindle.layers.embedding import HostEmbedding
+from rekindle.layers.embedding import DeviceEmbedding, HostEmbedding, load_embedding
+from rekindle.spec import Span
 from rekindle.stages import LocalStage
 from rekindle.stages.cpu_steps import MOST_ROWS
 from rekindle.weights import open_weights
@@ -95,6 +97,35 @@ def test_decode_verify_and_prefill_give_every_token_the_same_bits(golden: Path, 
     assert all(torch.equal(one, logits[1]) for one in logits.values())
     parts = [[t for state in stage._state.layers.values() for t in state.cleared(slot)] for slot in range(len(runs))]
     assert all(torch.equal(a, b) for part in parts for a, b in zip(part, parts[0], strict=True))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_tied_model_looks_tokens_up_in_its_head_and_its_steps_are_recorded(tmp_path: Path, name: str) -> None:
+    """With the bits of one that keeps the stored rows beside it."""
+    file = open_weights(write_tied(tmp_path / name, name))
+    cpu = torch.device("cpu")
+    model = load_span(file, file.spec.whole, cpu, torch.float32)
+    assert isinstance(model.embedding, DeviceEmbedding) and model.head is not None
+    assert model.embedding.table is model.head.matrix
+    stored = load_embedding(file, cpu, torch.float32)
+    assert isinstance(stored, HostEmbedding)
+    models = (model, replace(model, embedding=stored))
+    both = tuple(LocalStage(each, slots=3, pages=32, kv_type="f16") for each in models)
+    both[1]._cpu_steps = None
+    for stage in both:
+        stage.open(0)
+    run_both(both, block(0, 0, 40))
+    for step in range(4):
+        run_both(both, block(0, 40 + step, 1))
+    run_both(both, Segment(0, 44, (0, file.spec.vocab - 1, 0), Wanted.ALL))
+    assert [stage.work()["step:recorded"] for stage in both] == [5, 0]
+
+
+def test_a_stage_with_one_end_of_a_tied_model_has_what_that_end_needs(tmp_path: Path) -> None:
+    file, cpu = open_weights(write_tied(tmp_path / "tied.gguf", "tiny-qwen35-Q4_K_M.gguf")), torch.device("cpu")
+    first, last = (load_span(file, span, cpu, torch.float32) for span in (Span(0, 2), Span(2, file.spec.layers)))
+    assert isinstance(first.embedding, HostEmbedding) and first.head is None
+    assert last.embedding is None and last.head is not None
 
 
 def test_steps_whose_rows_want_no_logits_or_are_many_are_not_recorded(make_tiny: Any) -> None:

@@ -69,6 +69,12 @@ def write_tiny_file(path: Path, **numbers: int) -> Path:
     return _write(path, routed, mix, {seed: list(_shapes(routed))}, numbers)
 
 
+def write_tied(path: Path, name: str) -> Path:
+    """The file of FILES called `name` without an output matrix: its embedding is the head too."""
+    routed, mix, seed = FILES[name]
+    return _write(path, routed, mix, {seed: [each for each in _shapes(routed) if each[0] != "output.weight"]}, {})
+
+
 def write_with_block(path: Path, name: str, alone: bool = False) -> Path:
     """The file of FILES called `name` with a next-token-prediction block behind its layers; alone: a companion file,
     which has the same block, the embedding and the head."""

@@ -119,9 +119,13 @@ def load_drafter(
     """context: tokens of the longest sequence."""
     first, last = stages[0], stages[-1]
     device = torch_device(last.device if isinstance(last, LocalStage) else "cpu")
-    embedding = first.model.embedding if isinstance(first, LocalStage) else load_embedding(target, device, dtype)
     head = last.model.head if isinstance(last, LocalStage) else load_head(target, device, dtype)
-    assert embedding is not None and head is not None, "the first stage embeds, the last one has the head"
+    assert head is not None, "the last stage has the head"
+    if isinstance(first, LocalStage):
+        embedding = first.model.embedding
+    else:
+        embedding = load_embedding(target, device, dtype, head.matrix)
+    assert embedding is not None, "the first stage embeds"
     slots, drawable = min(stage.slots for stage in stages), target.spec.drawable
     if isinstance(file, MtpFile):
         block = load_mtp(file, device, dtype, embedding.rows, head.matrix, head.norm, drawable)

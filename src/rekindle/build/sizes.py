@@ -19,7 +19,8 @@ def loaded_sizes(file: WeightFile, dtype: torch.dtype) -> Sizes:
     """On a GPU in planes, on a CPU in lanes; as values where no kernel reads a tensor's type so."""
     stored = file.tensors["token_embd.weight"].nbytes  # a CPU expands the rows it needs
     of_cpu = _on_cpu if cpu_expands() else _in_lanes
-    on_cpu = replace(_sizes(file, lambda info: of_cpu(info, dtype)), embedding=stored, widest=0)
+    in_head = file.spec.tied and not cpu_expands()  # lanes are read row by row too
+    on_cpu = replace(_sizes(file, lambda info: of_cpu(info, dtype)), embedding=stored, widest=0, head_embeds=in_head)
     return replace(_sizes(file, lambda info: _on_gpu(info, dtype)), on_cpu=on_cpu)
 
 

@@ -38,7 +38,8 @@ class HostEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class DeviceEmbedding:
-    """The table lies on the device, so that tokens drawn there need not see the host before they are embedded."""
+    """The table lies on the device, so that tokens drawn there need not see the host before they are embedded. On
+    a CPU it is a matrix that products read too."""
 
     table: Matrix
     device: torch.device
@@ -48,13 +49,18 @@ class DeviceEmbedding:
         ids = tokens if isinstance(tokens, torch.Tensor) else torch.tensor(tokens)
         # A drafter on another device asks too.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            return gather_rows(self.table, ids.to(self.device, non_blocking=True)).to(self.dtype)
+            ids = ids.to(self.device, non_blocking=self.device.type == "cuda")
+            return gather_rows(self.table, ids).to(self.dtype)
 
 
 Embedding = HostEmbedding | DeviceEmbedding
 
 
-def load_embedding(file: WeightFile, device: torch.device, dtype: torch.dtype) -> Embedding:
+def load_embedding(file: WeightFile, device: torch.device, dtype: torch.dtype, head: Matrix | None = None) -> Embedding:
+    """head: the output matrix, where it is on the device already. If it is the embedding too and its lanes can be read
+    row by row, nothing else is loaded."""
+    if file.spec.tied and head is not None and head.lanes is not None:
+        return DeviceEmbedding(head, device, dtype)
     info = file.tensors[NAME]
     if device.type == "cpu":
         return HostEmbedding(file.raw(NAME), info.type, info.shape[1], device, dtype)

@@ -10,7 +10,7 @@ import torch
 from rekindle.experts import ExpertSet, RoutedFfn, SpanExperts, load_routed_ffn
 from rekindle.kernels.matmul import Matrix, make_matrix
 from rekindle.layers.base import block_of
-from rekindle.layers.embedding import load_embedding
+from rekindle.layers.embedding import Embedding, load_embedding
 from rekindle.layers.ffn import DenseFfn
 from rekindle.layers.layer import HybridLayer
 from rekindle.layers.span import Head, ModelSpan
@@ -55,15 +55,19 @@ class _Loader:
         spec = self.file.spec
         self.total = self._total_bytes()
         layers = [self.layer(index) for index in self.span.layers]
+        head = self.head() if self.span.stop == spec.layers else None
         return ModelSpan(
             spec=spec,
             span=self.span,
             device=self.device,
             dtype=self.dtype,
             layers=tuple(map(HybridLayer.linked, layers, [*layers[1:], None])),
-            embedding=load_embedding(self.file, self.device, self.dtype) if self.span.start == 0 else None,
-            head=self.head() if self.span.stop == spec.layers else None,
+            embedding=self.embedding(head) if self.span.start == 0 else None,
+            head=head,
         )
+
+    def embedding(self, head: Head | None) -> Embedding:
+        return load_embedding(self.file, self.device, self.dtype, None if head is None else head.matrix)
 
     def layer(self, index: int) -> HybridLayer:
         spec, tensors = self.file.spec, _LayerTensors(self, f"blk.{index}")

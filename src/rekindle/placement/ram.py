@@ -83,9 +83,8 @@ class Ram:
         """What the stages need at least."""
         in_flight = sum(stage.bytes_of(CAPTURES) for stage in stages if not stage.device.is_cpu)
         gpus = sum(pins_ram(stage.device) for stage in stages)
-        first = self._machine.devices[0]  # a GPU has the embedding itself
         return [
-            Item("embedding rows (as stored)", self._sizes.on(first).embedding if first.is_cpu else 0),
+            Item("embedding rows (as stored)", self._embedding_bytes(stages)),
             *(Item(f"all of {stage.device.name}", stage.total) for stage in stages if stage.device.host),
             Item("drafter", self._wishes.drafter_ram),
             Item("cold experts", sum(map(self._cold_bytes, stages))),
@@ -93,6 +92,11 @@ class Ram:
             Item(CAPTURES, in_flight),  # the pinned ends of the copies
             Item("pinned staging", gpus * STAGING_SLABS * SLAB_BYTES),
         ]
+
+    def _embedding_bytes(self, stages: list[StagePlan]) -> int:
+        """A GPU has the embedding itself."""
+        first = stages[0].device
+        return self._sizes.on(first).embedding_of(first=True, last=len(stages) == 1) if first.is_cpu else 0
 
     def _cold_bytes(self, stage: StagePlan) -> int:
         layers = self._sizes.on(stage.device).layers

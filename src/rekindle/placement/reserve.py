@@ -84,7 +84,7 @@ class Weigher:
 
 def weight_bytes(sizes: Sizes, weights: SpanWeights, first: bool, last: bool) -> int:
     """Of a stage, with the embedding wherever it lies."""
-    outer = (sizes.embedding if first else 0) + (sizes.norms + sizes.head if last else 0)
+    outer = sizes.embedding_of(first, last) + (sizes.norms + sizes.head if last else 0)
     return weights.mixers + weights.dense + weights.shared + weights.experts + outer
 
 
@@ -123,7 +123,7 @@ def fixed_items(
 ) -> list[Item]:
     """Weights that are always on the device, state, and work memory; without margin, experts and pool."""
     return [
-        Item("embedding", sizes.embedding if first and not device.is_cpu else 0),  # a CPU has it as stored, in RAM
+        Item("embedding", 0 if device.is_cpu else sizes.embedding_of(first, last)),  # a CPU has it as stored, in RAM
         Item("mixers", weights.mixers),
         Item("dense ffn", weights.dense),
         Item("routers and shared experts", weights.shared),

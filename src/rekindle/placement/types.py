@@ -93,14 +93,19 @@ class Sizes:
     """What the model weighs: on a GPU, and on a CPU where that is something else."""
 
     embedding: int
-    head: int  # the output matrix as loaded; a tied model loads the embedding a second time
+    head: int  # the output matrix as loaded; a tied model loads the embedding a second time unless …
     norms: int  # final norm, and all else outside the layers
     layers: tuple[LayerSizes, ...]
     widest: int  # values of the most that is expanded at once; 0 where nothing is quantised
     on_cpu: Sizes | None = None  # in lanes there, or as values; None: the same
+    head_embeds: bool = False  # … a stage that has it as head looks tokens up in that
 
     def on(self, device: Device) -> Sizes:
         return self.on_cpu if device.is_cpu and self.on_cpu is not None else self
+
+    def embedding_of(self, first: bool, last: bool) -> int:
+        """What a stage holds to look tokens up, beside its head."""
+        return self.embedding if first and not (last and self.head_embeds) else 0
 
     @property
     def experts(self) -> int:

@@ -13,7 +13,7 @@ typedef struct {
 void pool_resize(int64_t threads);
 void pack_matrix(int64_t type, const uint8_t *from, int64_t stride, int64_t rows, int64_t columns, uint8_t *to);
 int64_t packed_group_bytes(int64_t type, int64_t columns);
-void packed_values(const Matrix *m, const int64_t *ids, int64_t count, float *to);
+void packed_values(const Matrix *m, const int32_t *ids, int64_t count, float *to);
 void multiply_all(const Matrix *const *matrices, int64_t count, const float *x, int64_t stride, int64_t rows, float *const *outs);
 void attention_run(const float *q, int64_t heads, const void *kv, int64_t kv_type, int64_t kv_heads, int64_t dim,
                    const int32_t *starts, int64_t segments, const int32_t *places, const int32_t *tables, int64_t table_width,
@@ -37,7 +37,7 @@ static void products(void) {
     Matrix matrix = {type, outs, columns, data};
     const Matrix *const one[1] = {&matrix};
     pack_matrix(type, raw, bytes, outs, columns, data);
-    for (int64_t i = 0; i < outs; i++) packed_values(&matrix, &i, 1, values + i * columns);
+    for (int32_t i = 0; i < outs; i++) packed_values(&matrix, &i, 1, values + i * columns);
     give(values, outs * columns);
     memset(out, 255, (size_t)(rows * outs * 4));
     multiply_all(one, 1, x, columns, rows, &out);

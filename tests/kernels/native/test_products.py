@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from rekindle.kernels import native
-from rekindle.kernels.matmul import cpu, multiply, multiply_all, swiglu
+from rekindle.kernels.matmul import cpu, gather_rows, multiply, multiply_all, swiglu
 from rekindle.kernels.matmul.types import Lanes, Matrix
 
 
@@ -27,11 +27,31 @@ def in_sixteen_bits(x: Tensor) -> Tensor:
     return ((blocks / scales.clamp_min(1e-30)).round() * scales).flatten(-2)
 
 
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 37])
 @pytest.mark.parametrize("type", cpu.TYPES)
-def test_laid_rows_have_the_values_of_the_stored_ones(type: str, level: str) -> None:
-    matrix, values = laid(type, 37, 512)
-    assert torch.equal(cpu.values(lanes(matrix), torch.arange(37)), values)
-    assert matrix.nbytes == cpu.nbytes(type, 37, 512)
+def test_laid_rows_have_the_values_of_the_stored_ones(type: str, rows: int, level: str) -> None:
+    matrix, values = laid(type, rows, 512)
+    assert torch.equal(cpu.values(lanes(matrix), torch.arange(rows)), values)
+    assert matrix.nbytes == cpu.nbytes(type, rows, 512)
+
+
+@pytest.mark.parametrize("type", cpu.TYPES)
+def test_laid_rows_are_looked_up_as_stored_ones_are_in_any_order_and_again(type: str, level: str) -> None:
+    (matrix, _), (raw, values) = laid(type, 37, 256), stored(type, 37, 256)
+    ids = torch.tensor([36, 0, 15, 16, 36, 32, 1, 36, 0], dtype=torch.int32)
+    for numbers in (ids, ids.long(), ids.repeat_interleave(2)[::2]):
+        have = gather_rows(matrix, numbers)
+        assert torch.equal(have, cpu.stored_rows(raw, type, 256, numbers))
+        assert torch.equal(have, values[numbers.long()])
+
+
+@pytest.mark.parametrize("type", cpu.TYPES)
+def test_rows_beyond_a_laid_table_are_no_numbers(type: str, level: str) -> None:
+    """In its last group too, which is filled up."""
+    matrix, values = laid(type, 37, 256)
+    have = gather_rows(matrix, torch.tensor([37, 0, -1, 1 << 30, 36]))
+    assert have[[0, 2, 3]].isnan().all()
+    assert torch.equal(have[[1, 4]], values[[0, 36]])
 
 
 @pytest.mark.parametrize("type", cpu.TYPES)

@@ -87,8 +87,8 @@ def stored_rows(raw: np.ndarray, type: str, columns: int, ids: Tensor) -> Tensor
 
 
 def values(lanes: Lanes, ids: Tensor) -> Tensor:
-    """The rows with these numbers, float32."""
-    numbers, out = ids.long().contiguous(), torch.empty(len(ids), lanes.columns)
+    """The rows with these numbers, float32; of one that is not there, nothing is a number."""
+    numbers, out = ids.int().contiguous(), torch.empty(len(ids), lanes.columns)
     lanes.library.packed_values(lanes.address, numbers.data_ptr(), len(ids), out.data_ptr())
     return out
 

@@ -204,13 +204,22 @@ static void row_values(const Matrix *m, int64_t row, float *to) {
     }
 }
 
-/* Rows ids[0 … count) of a packed matrix as values [count, columns]. */
-void packed_values(const Matrix *m, const int64_t *ids, int64_t count, float *to) {
-    for (int64_t i = 0; i < count; i++) row_values(m, ids[i], to + i * m->columns);
+/* Whether the table has this row; if not, none of its values are numbers. */
+static int has_row(int64_t rows, int32_t id, int64_t columns, float *to) {
+    if (id >= 0 && id < rows) return 1;
+    for (int64_t c = 0; c < columns; c++) to[c] = __builtin_nanf("");
+    return 0;
 }
 
-/* Rows ids[0 … count) of `rows` rows as a file stores them -> values [count, columns]; of a row that is not there, none are
-   numbers. */
+/* Rows ids[0 … count) of a packed matrix as values [count, columns]. */
+void packed_values(const Matrix *m, const int32_t *ids, int64_t count, float *to) {
+    for (int64_t i = 0; i < count; i++, to += m->columns)
+        if (has_row(m->rows, ids[i], m->columns, to)) row_values(m, ids[i], to);
+}
+
+void packed_values_call(const Word *w) { packed_values(w[0].p, w[1].p, w[2].i, w[3].p); }
+
+/* Rows ids[0 … count) of `rows` rows as a file stores them -> values [count, columns]. */
 void stored_values(int64_t type, const uint8_t *from, int64_t stride, int64_t rows, int64_t columns, const int32_t *ids,
                    int64_t count, float *to) {
     pool_enter();
@@ -218,10 +227,7 @@ void stored_values(int64_t type, const uint8_t *from, int64_t stride, int64_t ro
     uint8_t *group = scratch(INNER, bytes);
     Matrix one = {type, 1, columns, group};
     for (int64_t i = 0; i < count; i++, to += columns) {
-        if (ids[i] < 0 || ids[i] >= rows) {
-            for (int64_t c = 0; c < columns; c++) to[c] = __builtin_nanf("");
-            continue;
-        }
+        if (!has_row(rows, ids[i], columns, to)) continue;
         memset(group, 0, (size_t)bytes);
         pack_row((int)type, from + ids[i] * stride, 0, columns, group);
         row_values(&one, 0, to);

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 WORDS = 24  # as in program.h
 IN_WORDS = (  # kernels with a form that takes words
+    "packed_values",
     "stored_values",
     "multiply_all",
     "multiply_gated",
