@@ -100,7 +100,7 @@ def speed(ends: list[Finished]) -> float:
 
 
 def measure(built: Built, answer: int, rounds: int) -> dict[str, Any]:
-    lookup, plain = drafts_of(Config(draft="lookup"), ["cpu"]), Drafts(off="to compare")
+    lookup, plain = drafts_of(Config(draft="lookup"), ["cpu"], None), Drafts(off="to compare")
     converse(built, plain, 8)  # the first steps of a process are slower
     ratios, speeds = list[float](), list[tuple[float, float]]()
     for _ in range(rounds):

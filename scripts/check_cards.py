@@ -147,7 +147,7 @@ def _steps(card: Card, case: Case) -> Iterator[Launch]:
     spec = case.spec
     job = CompileJob(
         "", (0, spec.layers), "cuda:0", case.dtype, SLOTS, *case.kv, "qk", card.target, "", 1,
-        (CACHE_SLOTS,) if spec.ffn.is_moe else (),
+        ((CACHE_SLOTS, 0),) if spec.ffn.is_moe else (),
     )  # fmt: skip
     return needed_launches(Outline(case), job)
 

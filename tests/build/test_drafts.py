@@ -220,6 +220,16 @@ def test_a_block_that_is_not_there_or_not_this_models_is_refused_with_both_sides
         open_model(blocks / "companion.gguf")
 
 
+def test_a_block_that_cannot_be_read_is_left_out_unless_it_was_asked_for(blocks: Path, tmp_path: Path) -> None:
+    """The model itself is sound: it is served, and the log says why its block does not draft."""
+    model = open_model(blocks / "own.gguf")
+    name = next(name for name in model.file.tensors if name.endswith("nextn.hnorm.weight"))
+    del model.file.tensors[name]  # type: ignore[attr-defined]
+    assert open_drafter_of(Config(), model, ["cpu"]) is None
+    with pytest.raises(BadModelFile, match=name):
+        open_drafter_of(Config(draft="mtp"), model, ["cpu"])
+
+
 FILES_OF_OTHERS = {True: "tiny-qwen35-f16.gguf", False: "tiny-qwen35moe-Q4_K_M.gguf"}  # by whether a model is routed
 
 

@@ -10,7 +10,7 @@ from support.snapshot_lab import GREEDY, Answer, Lab, random_tokens, wait_until
 
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.router import Router
-from rekindle.engine.types import Request, Started
+from rekindle.engine.types import Request, Started, Token
 from rekindle.errors import QueueFull
 from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Prompt
@@ -54,11 +54,35 @@ def test_nobody_waits_for_the_twin_of_another_client(lab: Lab) -> None:
         engine.stop()
 
 
-class PaperReplica:
-    """Takes requests and knows prefixes by name space."""
+def test_a_prompt_that_waits_for_its_twin_holds_up_its_own_name_space_only(lab: Lab) -> None:
+    engine = engine_over(lab.stage())
+    gate, order = threading.Event(), list[str]()
+    engine._inbox.put(lambda: gate.wait(60) and None)  # all are in line before the first step
+    long = Prompt(random_tokens(1500, 6))
+    short = Prompt(random_tokens(20, 7))
+    for number, (name, prompt) in enumerate([("alice", long), ("alice", long), ("alice", PROMPT), ("bob", short)]):
+        request = Request(
+            f"{name}{number}",
+            prompt,
+            GREEDY,
+            1,
+            frozenset(),
+            sink=lambda event, name=name: order.append(name) if isinstance(event, Token) else None,
+            namespace=name,
+        )
+        engine.submit(request)
+    gate.set()
+    wait_until(lambda: len(order) == 4)
+    assert order[0] == "bob", "whose prompt is short"
+    engine.stop()
 
-    def __init__(self, known: dict[str, int]) -> None:
+
+class PaperReplica:
+    """Takes requests and knows prefixes by name space; `kept` tokens of them in a slot."""
+
+    def __init__(self, known: dict[str, int], kept: int = 0) -> None:
         self.known = known
+        self.kept = kept
         self.taken: list[str] = []
         self.prefixes = self
 
@@ -66,7 +90,7 @@ class PaperReplica:
         return self.known.get(namespace, 0)
 
     def kept_length(self, tokens: Any, namespace: str) -> int:
-        return 0
+        return self.kept
 
     def submit(self, request: Request) -> None:
         self.taken.append(request.id)
@@ -87,6 +111,16 @@ def test_a_request_goes_to_the_replica_that_knows_its_own_clients_prefix() -> No
     assert (replicas[0].taken, replicas[1].taken) == (["2"], ["1", "3"])
     send("4", "carol")
     assert replicas[0].taken[-1] == "4", "what others run is no reason to go there: the least busy one is"
+
+
+def test_a_kept_slot_draws_a_request_only_where_nothing_longer_is_known() -> None:
+    for kept, chosen in ((100, 1), (300, 0)):
+        replicas = [PaperReplica({"": 300}, kept), PaperReplica({"": 300})]
+        router = Router(replicas)  # type: ignore[arg-type]
+        for id in ("1", "2"):
+            prompt = PROMPT if id == "2" else Prompt(random_tokens(300, 8))
+            router.submit(Request(id, prompt, GREEDY, 1, frozenset(), sink=lambda event: None))
+        assert "2" in replicas[chosen].taken
 
 
 def test_name_spaces_take_turns_in_the_queue(lab: Lab) -> None:

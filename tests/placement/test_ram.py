@@ -242,11 +242,11 @@ def test_full_kv_is_not_everything() -> None:
 def test_the_plan_says_what_a_small_pool_costs_in_exact_mode() -> None:
     spec, sizes = dense()
     wishes = Wishes(131_072, pool=8192)  # 2 KiB a token
-    said = "gpu: a sequence at the context limit reads up to 240.0 MiB of KV over the link per token"
+    said = "gpu: a sequence at the context limit reads up to 240.0 MiB of KV over PCIe per token"
     assert said in reasons_of(make_plan(one_gpu(GIB // 2), spec, sizes, wishes))
     for other in (replace(wishes, kv_mode="sparse"), replace(wishes, context=8192, sequences=4)):
-        assert "over the link" not in reasons_of(make_plan(one_gpu(GIB // 2), spec, sizes, other))
-    assert "over the link" not in reasons_of(make_plan(of_cpu(GIB // 2), spec, sizes, wishes))
+        assert "over PCIe" not in reasons_of(make_plan(one_gpu(GIB // 2), spec, sizes, other))
+    assert "over PCIe" not in reasons_of(make_plan(of_cpu(GIB // 2), spec, sizes, wishes))
 
 
 def test_weights_are_compared_as_the_rows_of_the_table_count_them() -> None:

@@ -497,6 +497,28 @@ def test_an_engine_answers_from_the_bucket_after_a_restart_as_from_a_cold_run(ma
     assert [report.restored_from for report in reports] == [{"ram": 0, "far": 0}, {"ram": 0, "far": 150}]
 
 
+def test_a_request_is_answered_while_the_tier_that_holds_its_prefix_does_not_answer(make_tiny: Any, far: House) -> None:
+    def unreachable() -> None:
+        raise TierUnavailable("no route to the bucket")
+
+    answers = []
+    for hook in (lambda: None, unreachable):
+        far.bucket.before_get = hook
+        stage = make_tiny("dense").stage(slots=1)
+        engine = Engine(Pipeline([stage]), far.cache(ram=0), EngineSettings(context=512, grid=64)).start()
+        events: queue.Queue[Event] = queue.Queue()
+        engine.submit(Request("one", Prompt(tuple(range(150))), Sampling(temperature=0), 8, frozenset(), events.put))
+        seen = list(until_the_end(events))
+        answers.append([event.token for event in seen if isinstance(event, Token)])
+        far.bucket.before_get = lambda: None
+        engine.stop()
+    assert answers[0] == answers[1] and len(answers[0]) == 8
+    assert (seen[-1].cache.computed, seen[-1].cache.miss) == (
+        150,
+        "a longer snapshot lies in a tier that does not answer now",
+    )
+
+
 def until_the_end(events: queue.Queue[Event]) -> Iterator[Any]:
     while True:
         event = events.get(timeout=60)

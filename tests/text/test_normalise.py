@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rekindle.text import normalise_messages
+from rekindle.text.normalise import dated_line
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1; cch=0f3a1;"
 
@@ -39,3 +40,9 @@ def test_the_callers_messages_are_left_alone() -> None:
 def test_no_rules_remove_nothing() -> None:
     messages = [{"role": "system", "content": HEADER}]
     assert normalise_messages(messages, ()) == messages
+
+
+def test_a_dated_line_is_found_in_time_that_grows_with_the_text() -> None:
+    """A run of blank lines was read again from each of them: 400,000 would have taken ten minutes."""
+    assert dated_line("a" + "\n" * 400_000 + "today is 2026-11-17\n") == [400_001]
+    assert dated_line("a" + "\n" * 400_000 + '  {"day": "2026-11-17"}') == []

@@ -184,8 +184,11 @@ class ReplayServer:
     def read(self, path: str) -> str:
         """What a GET of this path brings."""
         request = urllib.request.Request(f"{self.url}{path}", headers=self._headers)
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return str(response.read().decode())
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return str(response.read().decode())
+        except (OSError, http.client.HTTPException) as error:
+            raise ReplayFailed(f"{self.url}{path} does not answer: {error}") from error
 
     def _metrics(self) -> dict[str, float]:
         lines = self.read("/metrics").splitlines()

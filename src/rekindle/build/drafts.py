@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from rekindle.build.model import Model
 from rekindle.build.sizes import matrix_bytes
 from rekindle.config import Config
 from rekindle.engine.drafting import Drafts
-from rekindle.errors import BadConfig
+from rekindle.errors import BadConfig, BadModelFile
 from rekindle.layers import load_head
 from rekindle.layers.embedding import load_embedding
 from rekindle.spec.base import F32
@@ -27,6 +28,8 @@ from rekindle.speculative.mtp_file import MtpFile, is_mtp, open_companion, why_n
 from rekindle.speculative.width import MOST
 from rekindle.stages import LocalStage, Stage
 from rekindle.weights import TensorInfo, WeightFile
+
+log = logging.getLogger("rekindle.build")
 
 FEATURE_COPIES = 4  # of a chunk: outputs of the taps, their rows, those that waited together, and all taps side by side
 
@@ -67,7 +70,15 @@ def open_drafter_of(config: Config, model: Model, devices: Sequence[str]) -> Dra
     missing = why_no_mtp(model.file)
     if missing is not None and config.draft == "mtp":
         raise BadConfig(f"--draft mtp: {missing}; --drafter FILE names a companion file")
-    return None if missing is not None else MtpFile(model.file)
+    if missing is not None:
+        return None
+    try:
+        return MtpFile(model.file)
+    except BadModelFile as error:
+        if config.draft == "mtp":
+            raise
+        log.warning("%s; the model is served without its block for next-token prediction", error)
+        return None
 
 
 def _open_named(config: Config, path: Path, model: Model) -> DraftWeights:

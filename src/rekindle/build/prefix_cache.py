@@ -27,6 +27,7 @@ from rekindle.spec import PAGE, SnapshotBytes
 
 log = logging.getLogger("rekindle.build")
 
+KEPT_SHARE = 4  # copies in RAM that only kept slots hold may take 1/4 of the RAM tier's budget, beside it
 DISK_PART = 4  # snapshots may have this part of the disk space that is free, or theirs already …
 DISK_MOST = 64 << 30  # … and no more than so many bytes, unless --cache-disk says so
 
@@ -86,7 +87,7 @@ def make_prefix_cache(config: Config, model: Model, plan: Plan, ram: int, slabs:
             log.warning("%s", warning)
         log.info("snapshots may take %s; one takes %s beside its pages", _in_words(budgets), show_bytes(sizes.state))
         # Who gives snapshots no room anywhere wants nothing kept, on the device neither.
-        held = HeldStates(sizes, ram) if any(budgets.values()) else None
+        held = HeldStates(sizes, ram // KEPT_SHARE) if any(budgets.values()) else None
         prefixes = SharedPrefixes(tiers, sizes, held, config.replicas)
         undo.pop_all()
     return prefixes

@@ -15,6 +15,7 @@ from rekindle.config import printable
 from rekindle.errors import BadConfig
 
 FORMATS = ("text", "json")
+FILE_WIDTH = 1000  # columns
 
 
 class _Printable(logging.Formatter):
@@ -45,7 +46,10 @@ def log_as(form: str) -> None:
     if form not in FORMATS:
         raise BadConfig(f"--log-format is {form}, known are {', '.join(FORMATS)}")
     if form == "text":
-        handler: logging.Handler = RichHandler(console=Console(stderr=True), show_path=False)
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            console = Console(stderr=True, width=FILE_WIDTH)  # a file or a journal has one line per message
+        handler: logging.Handler = RichHandler(console=console, show_path=False)
         handler.setFormatter(_Printable("%(message)s"))
     else:
         handler = logging.StreamHandler(sys.stderr)

@@ -51,16 +51,20 @@ class Admission:
             self._endings.fail([sequence], error)
 
     def admit(self) -> None:
-        """In order of the line. A sequence that waits for the disk keeps a slot free, and the next may go before it."""
-        reserved = 0
+        """In order of the line. A sequence that waits for the disk keeps a slot free, and the next may go before it. A
+        sequence that waits for a twin's prefix holds up its own name space only."""
+        reserved, held_up = 0, set[str]()
         for sequence in tuple(self._roster.line):
+            if sequence.namespace in held_up:
+                continue
             if self._roster.slots_left == reserved:
                 return
             if sequence.background and not self._roster.only_background_runs:
                 return
             if not isinstance(sequence.state, Loading):
                 if self._twins.is_ahead_of(sequence):
-                    return
+                    held_up.add(sequence.namespace)
+                    continue
                 if self._place(sequence) is Postponed.PAGES_SHORT:
                     return
             reserved += isinstance(sequence.state, Loading)

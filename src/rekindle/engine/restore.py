@@ -29,7 +29,7 @@ from rekindle.engine.sequence import Sequence
 from rekindle.engine.state import Loading, Preempted, Waiting
 from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.types import CacheReport, Divergence
-from rekindle.errors import SnapshotMismatch
+from rekindle.errors import SnapshotMismatch, StageLost
 from rekindle.prefix import HeldStates, Hit, Lookup, Miss, PrefixCache
 from rekindle.prompt import Boundary, BoundaryKind, newest
 from rekindle.snapshots.types import Snapshot
@@ -139,7 +139,7 @@ class Restorer:
             return Postponed.LOADING
         if not self._has_pages(sequence, found.reached + 1) and not alone:
             return Postponed.PAGES_SHORT
-        if earlier is not None and self._knows_more(sequence.tokens, sequence.namespace, found.reached):
+        if earlier is not None and self._is_outdated(found, sequence):
             return self._look_again(sequence, alone)
         restored = self._fill(sequence, found)
         if restored is None:
@@ -166,11 +166,19 @@ class Restorer:
         found = self._prefixes.lookup_held(sequence.tokens, kept.position, sequence.namespace)
         slot, logits = self._roster.take_over(sequence, kept), kept.logits.result()
         first = self._draw_first(sequence, logits) if kept.position == sequence.prefill_end else None
-        self._auditor.note(lambda: self._audit_of(kept))
+        self._note_audit(kept)
         self._note_context(sequence, slot, kept.position)
         sequence.stand_at(kept.position, kept.stretches)
         self._begin_account(sequence, found)
         return Restored(first)
+
+    def _note_audit(self, kept: Kept) -> None:
+        try:
+            self._auditor.note(lambda: self._audit_of(kept))
+        except StageLost:
+            raise
+        except Exception:  # of the audit alone: the request goes on
+            log.exception("the state of a kept slot at %d tokens could not be copied for an audit", kept.position)
 
     def _audit_of(self, kept: Kept) -> Audit:
         parts = self._pipeline.capture(kept.slot).result()
@@ -197,6 +205,12 @@ class Restorer:
         assert isinstance(sequence.state, Waiting), f"request {sequence.request.id} is {sequence.state}"
         release_hit(sequence.state.found)
         self._roster.keep_found(sequence, None)
+
+    def _is_outdated(self, found: Lookup, sequence: Sequence) -> bool:
+        """Whether more is known now. Not asked of a tier that did not answer: it may not the next time either."""
+        return found.miss is not Miss.UNAVAILABLE and self._knows_more(
+            sequence.tokens, sequence.namespace, found.reached
+        )
 
     def _knows_more(self, tokens: Sequential[int] | np.ndarray, namespace: str, reached: int) -> bool:
         """Whether a longer prefix is published, or was while the sequence waited with what had been found."""

@@ -78,14 +78,15 @@ class Router:
             running = list(self._running.values())
             rests = [now - failed < REST for failed in self._failed_at]
 
-        def rank(index: int) -> tuple[bool, int, int, int]:
+        def rank(index: int) -> tuple[bool, int, bool, int]:
             replica = self.replicas[index]
             here = [(other, prompt) for its, other, prompt in running if its == index]
             shared = [common_length(tokens, prompt) for other, prompt in here if other.namespace == namespace]
             kept = replica.kept_length(tokens, namespace)
             known = max([replica.prefixes.known_length(tokens, namespace), kept, *shared])
-            # A prefix that ends inside the first page is not worth waiting for.
-            return rests[index], -(known if known >= PAGE else 0), -kept, len(here)
+            # A prefix that ends inside the first page is not worth waiting for, and only the longest is taken over.
+            keeps = kept == known >= PAGE
+            return rests[index], -(known if known >= PAGE else 0), not keeps, len(here)
 
         return sorted(range(len(self.replicas)), key=rank)
 

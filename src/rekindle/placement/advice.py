@@ -89,9 +89,12 @@ def _link_reason(placer: Placer, stage: StagePlan) -> Iterator[str]:
         room += lendable_pages(stage.lendable, layers, stage.page_bytes)
         experts = plural(sum(stage.lendable), "hot expert")
         yield f"{name}: KV of conversations that outgrow the pool gets the slots of up to {experts}, until they end"
+    elif wishes.lends:
+        why = "snapshots need the RAM that lent experts would take: --ram" if stage.cold else "no expert is cold"
+        yield f"{name}: --live-memory changes nothing here: {why}"
     beyond = (pages_for(wishes.context) - room) * stage.page_bytes
     if beyond > 0 and wishes.kv_mode == "exact" and not stage.device.host:
-        yield f"{name}: a sequence at the context limit reads up to {gib(beyond)} of KV over the link per token"
+        yield f"{name}: a sequence at the context limit reads up to {gib(beyond)} of KV over PCIe per token"
 
 
 def _cold_reason(placer: Placer, candidate: StageCandidate, stage: StagePlan, spans: tuple[Span, ...]) -> str:

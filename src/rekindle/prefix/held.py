@@ -17,8 +17,8 @@ class HeldStates:
     name = "device"
 
     def __init__(self, sizes: SnapshotBytes | None = None, budget: int = 0) -> None:
-        """sizes: what states take, where it is known. budget: of the RAM tier. Pages that were captured have copies in
-        RAM for as long as a slot holds them, so kept slots may take no more than the tier that the copies are for."""
+        """sizes: what states take, where it is known. budget: bytes of what is kept. Pages that were captured have
+        copies in RAM for as long as a slot holds them, also when the RAM tier has evicted their snapshots."""
         self.budget = budget
         self.count = self.bytes = 0
         self.given_up = 0

@@ -56,10 +56,11 @@ class Trade:
             self.moves["lent"] += len(self._units[self.lent].places)
             self.lent += 1
         while self.lent > want:
+            unit = self._units[self.lent - 1]
+            self._pool.give_back(unit.places)
+            unit.take_back()
             self.lent -= 1
-            self._pool.give_back(self._units[self.lent].places)
-            self._units[self.lent].take_back()
-            self.moves["given back"] += len(self._units[self.lent].places)
+            self.moves["given back"] += len(unit.places)
 
     def _costs_now(self, sequences: int) -> Sequence[float]:
         """In decode, where a step has a row of every sequence: a chunk reads pages and experts alike."""

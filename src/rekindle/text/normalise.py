@@ -41,7 +41,7 @@ def normalise_messages(
 LEAST_BEFORE_DATE = 256  # tokens: to compute fewer again costs less than to keep them
 # A short line with a day or a time. Tools are lines of JSON, whose examples have dates too.
 _DATE = r"\b(?:20\d\d-\d\d-\d\d|\d{1,2},? 20\d\d|\d{1,2}:\d\d)\b"
-_DATED = re.compile(rf"^(?!\s*\{{)(?=.{{1,160}}$).*{_DATE}", re.MULTILINE)
+_DATED = re.compile(rf"^(?![^\S\n]*\{{)(?=.{{1,160}}$).*{_DATE}", re.MULTILINE)
 
 
 def dated_line(text: str) -> list[int]:
