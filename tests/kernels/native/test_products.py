@@ -152,3 +152,13 @@ def test_several_matrices_in_one_call_and_the_gated_pair(level: str) -> None:
     want = silu(parts[1]) * parts[2]
     assert torch.allclose(swiglu(x, gate, up), want, rtol=1e-5, atol=1e-5)
     assert torch.equal(multiply(x.bfloat16(), gate), multiply(x.bfloat16().float(), gate).bfloat16())
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 33])
+@pytest.mark.parametrize("type", cpu.TYPES)
+def test_every_value_of_an_output_is_written(type: str, rows: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs lie in memory that held something else: here, what is no number."""
+    weight, x = lanes(laid(type, 37, 256)[0]), torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows))
+    clean, taken = cpu.multiply_all(x, [weight])[0], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size: taken(*size).fill_(torch.nan))
+    assert torch.equal(cpu.multiply_all(x, [weight])[0], clean)
