@@ -40,7 +40,8 @@ from rekindle.weights import open_weights
 
 CUDA = torch.device("cuda:0")
 LATE = 100_000_000  # clock cycles that copies to the host are held up by: a twentieth of a second
-NEAR = 0.05  # of the largest logit: other splits of the pages round differently
+NEAR = 0.05  # of the largest logit: other splits of the pages round differently …
+NEAR_FLOAT32 = 0.005  # … and these in float32, beside KV in 16 bits
 
 
 class Hand:
@@ -207,7 +208,7 @@ class Whims:
 
 def check_trade(device: torch.device) -> bool:
     """Memory changes hands every few steps, recorded or not; the answers are those of all hot and full KV."""
-    kind, dtype = ("f32", torch.float32) if device.type == "cpu" else ("bf16", torch.bfloat16)
+    kind, dtype = "f32" if device.type == "cpu" else "f16", torch.float32  # a rounded router would choose other experts
     with tempfile.TemporaryDirectory() as folder:
         file = open_weights(write_synthetic(Path(folder) / "tiny-moe.gguf", "tiny-moe"))
         spec = file.spec
@@ -229,8 +230,12 @@ def check_trade(device: torch.device) -> bool:
     got, truth = (torch.stack(run_stage(stage, length, decode)).float() for stage in (traded, plain))
     off = float((got - truth).abs().max() / truth.abs().max())
     moves, steps = traded._trade.moves, traded.work()
-    good = off <= NEAR and min(moves.values()) > 0 and (device.type == "cpu" or steps["step:recorded"] > decode // 2)
-    print(f"{'ok ' if good else 'BAD'} memory that changes hands: off by {off:.4f}, bound {NEAR}")
+    good = (
+        off <= NEAR_FLOAT32
+        and min(moves.values()) > 0
+        and (device.type == "cpu" or steps["step:recorded"] > decode // 2)
+    )
+    print(f"{'ok ' if good else 'BAD'} memory that changes hands: off by {off:.4f}, bound {NEAR_FLOAT32}")
     print(f"    places {dict(moves)}, {steps['step:recorded']} steps recorded", flush=True)
     traded.check()
     for ffn in traded.model.routed:
