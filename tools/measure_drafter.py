@@ -65,18 +65,19 @@ class Target:
         """Of activations and of KV, as a server chooses them."""
         return choose_types(self.model.file, [self.device])
 
-    def stage(self, span: Span, width: int = 0) -> LocalStage:
-        """width: pages of a sequence; where it is said, a GPU's steps are recorded."""
+    def stage(self, span: Span, width: int = 0, taps: tuple[int, ...] = ()) -> LocalStage:
+        """width: pages of a sequence; where it is said, a GPU's steps are recorded. taps: that a drafter reads."""
         (dtype, kv_type), pages = self.types, self.sequences * pages_for(self.context)
         config = StageConfig(self.device, span, self.sequences, pages, kv_type=kv_type, dtype=dtype, chunk=CHUNK)
-        return load_stage(self.model.file, replace(config, rewind_rows=MOST + 1, table_width=width))
+        return load_stage(self.model.file, replace(config, rewind_rows=MOST + 1, table_width=width, taps=taps))
 
     def engine(
         self, drafter: DrafterFile | None = None, spans: Sequence[Span] = (), ram: int = 0, folder: Path | None = None
     ) -> Engine:
         """Of as many stages as there are spans; ram, folder: where snapshots are kept, and how many bytes of them."""
         file, reader = self.model.file, None
-        stages = [self.stage(span, pages_for(self.context)) for span in spans or (file.spec.whole,)]
+        taps = () if drafter is None else tuple(sorted(set(drafter.spec.taps)))
+        stages = [self.stage(span, pages_for(self.context), taps) for span in spans or (file.spec.whole,)]
         if drafter is not None:
             reader = load_drafter(drafter, file, stages, DTYPES[self.types[0]], self.context)
         tiers = local_tiers(ram, None if folder is None else DiskStore(folder, file.fingerprint(), DISK))

@@ -150,13 +150,13 @@ class Bench:
         self.pages = -(-length // PAGE) + 2
         kinds = {"kv_type": "f32", "dtype": "float32"} if cpu else {"kv_type": "bf16", "dtype": "bfloat16"}
         grid = min(2048, max(64, arguments.prompt))
-        self.settings = EngineSettings(context=self.pages * PAGE, grid=grid)
+        self.settings = EngineSettings(context=self.pages * PAGE, grid=grid, measure_drafts=True)
         widths = {"rewind_rows": MOST + 1, "chunk": grid, "table_width": self.pages}
+        spec = drafter_spec(arguments.shape, self.file.spec)
         config = StageConfig(arguments.device, self.file.spec.whole, 2, 2 * self.pages, **widths, **kinds)
-        self.stage = load_stage(self.file, config)
+        self.stage = load_stage(self.file, replace(config, taps=tuple(sorted(set(spec.taps)))))
         rng = np.random.default_rng(0)
         self.text: list[int] = rng.integers(0, self.file.spec.drawable, length + 2).tolist()
-        spec = drafter_spec(arguments.shape, self.file.spec)
         dtype = torch.float32 if cpu else torch.bfloat16
         made = load_drafter(RandomDrafter(spec), self.file, [self.stage], dtype, self.settings.context)
         assert isinstance(made, DrafterContext), "it was made from a DFlash spec"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,9 @@ from rekindle.kernels.matmul import Matrix
 from rekindle.snapshots.types import DRAFTER_LAYER, Part
 from rekindle.speculative import naive
 from rekindle.speculative.context import WAITING, DrafterContext
-from rekindle.speculative.dflash import Block, Dflash, load_dflash
+from rekindle.speculative.dflash import DraftBlocks, Dflash, load_dflash
 from rekindle.speculative.files import DrafterFile, open_drafter
+from rekindle.speculative.recorded import Recorder
 from rekindle.speculative.spec import ConvSpec, DrafterSpec, DraftLayer, SelectorSpec
 
 V1 = DrafterSpec(
@@ -35,13 +37,13 @@ HEAD = torch.randn(50, 32, generator=torch.Generator().manual_seed(3))
 TABLE = torch.randn(50, 32, generator=torch.Generator().manual_seed(4))
 
 
-def embed(tokens: Sequence[int]) -> torch.Tensor:
-    return TABLE[list(tokens)]
+def embed(tokens: torch.Tensor) -> torch.Tensor:
+    return TABLE[tokens]
 
 
-def made(file: DrafterFile, slots: int = 3, context: int = 64) -> DrafterContext:
+def made(file: DrafterFile, slots: int = 3, context: int = 64, record: Recorder | None = None) -> DrafterContext:
     model = load_dflash(file, torch.device("cpu"), torch.float32, embed, Matrix((50, 32), dense=HEAD), 50)
-    return DrafterContext(model, "an identity", slots, context, kv_type=torch.float32)
+    return DrafterContext(model, "an identity", slots, context, kv_type=torch.float32, record=record)
 
 
 @pytest.fixture(scope="module", params=["v1", "v2", "gguf"])
@@ -63,6 +65,12 @@ def rows(taps: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tens
     return [tap[start:stop] for tap in taps]
 
 
+def blocks_of(context: DrafterContext, *blocks: tuple[int, int, int]) -> DraftBlocks:
+    """(position, token, slot) of each."""
+    numbers = [(token, position, slot, context._known[slot].start) for position, token, slot in blocks]
+    return DraftBlocks(*torch.tensor(numbers).T)
+
+
 def fed(context: DrafterContext, slot: int, taps: Sequence[torch.Tensor], start: int, stop: int, **batch: bool) -> None:
     segment = Segment(slot, start, (0,) * (stop - start), features=stop - start)
     context.read(Batch((segment,), **batch), rows(taps, start, stop))
@@ -76,16 +84,20 @@ def test_blocks_of_several_sequences_are_those_of_the_definition(file: DrafterFi
     known = drafter._known[1]
     known.position = count
     drafter._settle([1])
-    blocks = [Block(count, 7, drafter._contexts(1)), Block(0, 9, drafter._contexts(0))]
-    ours = drafter.model.run(blocks)
-    for block, length, got in zip(blocks, (count, 0), ours, strict=True):
+    blocks = blocks_of(drafter, (count, 7, 1), (0, 9, 0))
+    ours, proposed = (
+        drafter.model.run(blocks, drafter._rings),
+        drafter.model.propose(blocks, drafter._rings, spec.block - 1),
+    )
+    for length, token, got, tokens in zip((count, 0), (7, 9), ours, proposed.tolist(), strict=True):
         ctx = naive.context_rows(spec, weights, torch.cat(rows(taps, 0, length), dim=1))
-        wanted = naive.draft_rows(spec, weights, ctx, embed([block.token, *[spec.mask] * (spec.block - 1)]), length)
+        wanted = naive.draft_rows(
+            spec, weights, ctx, embed(torch.tensor([token, *[spec.mask] * (spec.block - 1)])), length
+        )
         assert float((got - wanted).abs().max()) <= 1e-3 * float(wanted.abs().max())
         logits = wanted @ HEAD.T
-        expected = naive.select(spec, weights, wanted, logits, block.token) if spec.selector else None
-        proposed = drafter.model.propose([block], [spec.block - 1])[0]
-        assert list(proposed) == (expected or logits[1:].argmax(dim=1).tolist())
+        expected = naive.select(spec, weights, wanted, logits, token) if spec.selector else None
+        assert tokens == (expected or logits[1:].argmax(dim=1).tolist())
 
 
 def test_fewer_tokens_are_the_first_of_more(file: DrafterFile) -> None:
@@ -124,6 +136,33 @@ def kept(context: DrafterContext) -> list[torch.Tensor]:
     return [tensor for name, tensor in part.tensors.items() if name != "identity"]
 
 
+def test_a_recorded_pass_settles_and_proposes_what_any_other_does(file: DrafterFile) -> None:
+    """DraftBlocks of one to four sequences, gone back over; rests, in which more features wait than a pass takes in."""
+    plain, recorded = made(file, slots=4, context=256), made(file, slots=4, context=256, record=lambda step: step)
+    dice, at = random.Random(7), [0] * 4
+    taps = [features(400, seed=slot) for slot in range(4)]
+    for _ in range(60):
+        drafting = dice.sample(range(4), dice.randint(1, 4))
+        asks = list[Ask]()
+        for slot in drafting:
+            count = dice.choice((1, 3, 6, 40))
+            rewindable, keep = count <= 6, dice.randint(1, count)
+            for context in (plain, recorded):
+                fed(context, slot, taps[slot], at[slot], at[slot] + count, rewindable=rewindable)
+                if rewindable:
+                    context.rewind(slot, at[slot] + keep)
+            at[slot] += keep if rewindable else count
+            asks.append(Ask(slot, at[slot], dice.randrange(49), dice.randint(1, 9)))
+        assert recorded.propose(asks) == plain.propose(asks)
+        for slot in (slot for slot in range(4) if at[slot] > 300):
+            for context in (plain, recorded):
+                context.close(slot)
+            at[slot] = 0
+    for slot in (slot for slot in range(4) if at[slot]):
+        pairs = zip(plain.capture(slot)[0].tensors.values(), recorded.capture(slot)[0].tensors.values(), strict=True)
+        assert all(torch.allclose(a.float(), b.float(), atol=1e-5) for a, b in pairs)
+
+
 def test_a_captured_context_goes_on_as_if_it_had_not_been(file: DrafterFile) -> None:
     taps, whole, again = features(90), made(file), made(file)
     fed(whole, 0, taps, 0, 50)
@@ -143,13 +182,14 @@ def test_without_a_context_of_its_own_a_drafter_begins_at_the_position(file: Dra
     stranger = made(file)
     stranger._identity = torch.zeros(4, dtype=torch.uint8)
     fed(stranger, 0, features(20), 0, 20)
-    empty = made(file).model.propose([Block(20, 8, [(torch.zeros(0, 2, 16),) * 2] * 2)], [4])
+    fresh = made(file)
+    empty = fresh.model.propose(DraftBlocks(*torch.tensor([[8], [20], [0], [20]])), fresh._rings, 4).tolist()
     for parts in ((), stranger.capture(0)):
         drafter = made(file)
         drafter.restore(1, 20, parts)
         assert drafter.context(1) == range(20, 20)
         assert drafter.capture(1) == ()
-        assert drafter.propose([Ask(1, 20, 8, 4)]) == empty
+        assert drafter.propose([Ask(1, 20, 8, 4)]) == [tuple(empty[0])]
         fed(drafter, 1, features(30), 20, 21)
         assert drafter.context(1) == range(20, 21)
 
@@ -188,7 +228,7 @@ def test_keys_in_16_bits_as_engines_keep_them_move_a_row_by_little(tmp_path: Pat
     for context in (exact, coarse):
         fed(context, 0, features(40), 0, 40)
         context._settle([0])
-    a, b = (c.model.run([Block(40, 7, c._contexts(0))]) for c in (exact, coarse))
+    a, b = (c.model.run(blocks_of(c, (40, 7, 0)), c._rings) for c in (exact, coarse))
     assert 0 < float((a - b).abs().max()) <= 0.05 * float(a.abs().max())
 
 
@@ -205,7 +245,7 @@ if "REKINDLE_GOLDEN" in os.environ:
         drafter = DrafterContext(model, "golden", 1, 128, kv_type=torch.float32)
         fed(drafter, 0, taken, 0, length)
         drafter._settle([0])
-        rows = model.run([Block(length, 0, drafter._contexts(0))])[0]
+        rows = model.run(blocks_of(drafter, (length, 0, 0)), drafter._rings)[0]
         assert float((rows - cases[f"hidden_{length}"]).abs().max()) <= 1e-4
 
 

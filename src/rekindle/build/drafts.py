@@ -27,6 +27,7 @@ from rekindle.speculative.mtp_context import MtpContext
 from rekindle.speculative.mtp_file import MtpFile, is_mtp, open_companion, why_no_mtp
 from rekindle.speculative.width import MOST
 from rekindle.stages import LocalStage, Stage
+from rekindle.stages.graphs import GraphRecorder
 from rekindle.weights import TensorInfo, WeightFile
 
 log = logging.getLogger("rekindle.build")
@@ -114,7 +115,8 @@ def drafter_bytes(
     each = context_bytes(spec, context) + (F32 * spec.hidden if isinstance(file, MtpFile) else 0)
     features = (FEATURE_COPIES * chunk + slots * WAITING) * spec.features * dtype.itemsize
     tensors = [*file.tensors.values(), *_not_shared(model.file, devices)]
-    return DrafterBytes(matrix_bytes(tensors, on_cpu, dtype) + slots * each + features, each)
+    kept = slots if on_cpu else slots + 1  # a GPU's recorded pass has a slot for padding
+    return DrafterBytes(matrix_bytes(tensors, on_cpu, dtype) + kept * each + features, each)
 
 
 def _not_shared(target: WeightFile, devices: Sequence[str]) -> list[TensorInfo]:
@@ -138,8 +140,13 @@ def load_drafter(
         embedding = load_embedding(target, device, dtype, head.matrix)
     assert embedding is not None, "the first stage embeds"
     slots, drawable = min(stage.slots for stage in stages), target.spec.drawable
+    copies = last.pool.copies if isinstance(last, LocalStage) and device.type == "cuda" else None
     if isinstance(file, MtpFile):
         block = load_mtp(file, device, dtype, embedding.rows, head.matrix, head.norm, drawable)
-        return MtpContext(block, file.fingerprint(), slots, context)
+        return MtpContext(block, file.fingerprint(), slots, context, copies=copies)
     model = load_dflash(file, device, dtype, embedding.rows, head.matrix, drawable)
-    return DrafterContext(model, file.fingerprint(), slots, context)
+    # What is recorded must not leave the device, as rows of an embedding elsewhere would.
+    record = GraphRecorder(device) if device.type == "cuda" and embedding.device == device else None
+    drafter = DrafterContext(model, file.fingerprint(), slots, context, copies=copies, record=record)
+    drafter.make_ready()
+    return drafter

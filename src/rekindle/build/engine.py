@@ -80,7 +80,9 @@ def _build(
     names, machine = machine_of(config, hosts)
     config = resolve(config, model, names)
     plans = _plans(config, model, machine)
-    configs = [stage_configs(plan, str(config.dtype)) for plan in plans]
+    drafter_file = open_drafter_of(config, model, names)
+    taps = () if drafter_file is None else tuple(sorted(set(drafter_file.spec.taps)))
+    configs = [stage_configs(plan, str(config.dtype), taps) for plan in plans]
     if hosts is not None:
         hosts.start(names, [each for its_configs in configs for each in its_configs])
     counts_file = counts_file_of(config, model)
@@ -88,7 +90,7 @@ def _build(
     if counts_file is not None:
         counts[0] = counts_file.counts  # kept for the next start; the other replicas route alike
     sizes, memory = loaded_sizes(model.file, DTYPES[str(config.dtype)]), FreeMemory(plans)
-    pipelines, slabs, drafter_file = list[Pipeline](), list[Slabs](), open_drafter_of(config, model, names)
+    pipelines, slabs = list[Pipeline](), list[Slabs]()
     for plan, its_configs, its_counts in zip(plans, configs, counts, strict=True):
         with ExitStack() as half:
             stages = _load_stages(model, plan, its_configs, hosts, its_counts, on_progress, on_kernels, half)

@@ -54,6 +54,7 @@ class StageConfig:
     slabs: int = STOCK  # of pinned RAM, kept for captures; on a GPU only
     chunk: int = 0  # most rows of a prefill chunk
     table_width: int = 0  # pages of a sequence at the context limit; 0: not known, and no step is recorded ahead
+    taps: tuple[int, ...] = ()  # layers, of all stages, that a drafter reads
 
     @property
     def kv_term(self) -> str:
@@ -68,8 +69,8 @@ class StageConfig:
         return Terms(fingerprint, self.span, self.dtype, self.kv_term, self.slots, pages, self.rewind_rows)
 
 
-def stage_configs(plan: Plan, dtype: str) -> list[StageConfig]:
-    """What the plan says about each stage, in pipeline order. dtype: of activations."""
+def stage_configs(plan: Plan, dtype: str, taps: tuple[int, ...] = ()) -> list[StageConfig]:
+    """What the plan says about each stage, in pipeline order. dtype: of activations. taps: of the drafter."""
     return [
         StageConfig(
             device=device_of(stage.device.name),
@@ -89,6 +90,7 @@ def stage_configs(plan: Plan, dtype: str) -> list[StageConfig]:
             slabs=stage.slabs,
             chunk=plan.wishes.chunk,
             table_width=pages_for(plan.wishes.context),
+            taps=taps,
         )
         for stage in plan.stages
     ]
@@ -129,6 +131,7 @@ def load_stage(
             table_width=config.table_width,
             attended=config.attended or None,
             memory=memory,
+            taps=config.taps,
         )
     if device.type == "cuda" and config.table_width:
         with ExitStack() as undo:

@@ -19,7 +19,8 @@ from typing import Protocol
 from rekindle.batch import Ask
 from rekindle.engine.types import DraftReport
 from rekindle.speculative.cost import Costs
-from rekindle.speculative.width import Purse, Width
+from rekindle.speculative.width import MOST, Purse, Width
+from rekindle.stages.layout import round_up
 
 LEARNT = 4096  # tokens of a prompt that the drafter takes in per step: some milliseconds, while the device computes
 NEAR = 64  # tokens that it takes in before it proposes; it proposes nothing while more are missing
@@ -131,20 +132,26 @@ def _count_places(counts: list[int], tokens: int) -> None:
         counts[place] += 1
 
 
+def widest_in_step(width: int) -> int:
+    """A recorded step's rows are rounded up, and its padding costs as much as drafted tokens would."""
+    return min(MOST, round_up(width + 1) - 1) if width else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Measures:
     """What an engine has found out about drafting, for all its sequences."""
 
     costs: Costs | None = None  # None: nothing is measured
+    as_cheap: Callable[[int], int] = lambda width: width  # the widest block that costs no more than one of this width
     purses: dict[str, Purse] = field(default_factory=dict)  # by drafter
     fault: Callable[[], str | None] = lambda: None  # of the pipeline's drafter, from which on it is not asked
 
     def width(self, name: str, with_pass: bool) -> Width:
         """For a new sequence."""
         if self.costs is None:
-            return Width()
+            return Width(as_cheap=self.as_cheap)
         extra: Callable[[int], float] = partial(self.costs.extra, with_pass=with_pass)
-        return Width(extra, self.purses.setdefault(name, Purse()))
+        return Width(extra, self.purses.setdefault(name, Purse()), self.as_cheap)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from rekindle.engine.account import Totals
 from rekindle.engine.admission import Admission
 from rekindle.engine.audit import Auditor
 from rekindle.engine.audit_runs import AuditRuns
-from rekindle.engine.drafting import NO_DRAFTS, Drafts, Measures, Proposer
+from rekindle.engine.drafting import NO_DRAFTS, Drafts, Measures, Proposer, widest_in_step
 from rekindle.engine.endings import Endings
 from rekindle.engine.flight import Flight
 from rekindle.engine.inbox import Inbox
@@ -85,7 +85,8 @@ class Engine:
         drafter = pipeline.drafter
         chained = drafter is not None and drafter.chained
         costs = Costs(chained, measured=pipeline.on_cpu) if settings.measure_drafts else None
-        self._measures = Measures(costs, fault=lambda: pipeline.drafter_fault)
+        as_cheap = widest_in_step if pipeline.async_steps else int
+        self._measures = Measures(costs, as_cheap, fault=lambda: pipeline.drafter_fault)
         proposer = Proposer(pipeline.propose if drafter is not None else None, costs)
         reach = drafter.reach if drafter is not None else 0
         scheduler = Scheduler(

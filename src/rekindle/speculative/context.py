@@ -23,8 +23,10 @@ from torch import Tensor
 
 from rekindle.batch import Ask, Batch, Segment
 from rekindle.errors import SnapshotMismatch
-from rekindle.snapshots.types import DRAFTER_LAYER, Part
-from rekindle.speculative.dflash import Block, Dflash, Keys
+from rekindle.kernels.draft.naive import ring_rows
+from rekindle.snapshots.types import DRAFTER_LAYER, Part, Ready, wait_for
+from rekindle.speculative.dflash import DraftBlocks, Dflash, Keys
+from rekindle.speculative.recorded import RecordedPass, Recorder
 
 IDENTITY = "identity"  # tensor of the part: whose context it is, uint8
 FULL = 4096  # positions that a layer without a window keeps
@@ -44,6 +46,13 @@ class PendingFeatures(Protocol):
     def rows(self) -> tuple[int, ...]: ...
     @property
     def sources(self) -> tuple[int, ...]: ...
+
+
+class CopiesToHost(Protocol):
+    """A stage's copies to host memory, which nobody waits for."""
+
+    def take_live(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+    def ready(self) -> Ready | None: ...
 
 
 class ContextSpec(Protocol):
@@ -83,8 +92,12 @@ class Known:
     waiting: list[tuple[Tensor, ...]] = field(default_factory=list)  # of every tap [rows, hidden]
 
     @property
+    def waiting_rows(self) -> int:
+        return sum(len(rows[0]) for rows in self.waiting)
+
+    @property
     def stop(self) -> int:
-        return self.settled + sum(len(rows[0]) for rows in self.waiting)
+        return self.settled + self.waiting_rows
 
     def cut(self, position: int) -> None:
         """Features from `position` on are forgotten."""
@@ -107,15 +120,25 @@ class RingContext(ABC):
     chained = False  # a drafted token costs a pass of its own
 
     def __init__(
-        self, spec: ContextSpec, device: torch.device, identity: str, slots: int, context: int, kv_type: torch.dtype
+        self,
+        spec: ContextSpec,
+        device: torch.device,
+        identity: str,
+        slots: int,
+        context: int,
+        kv_type: torch.dtype,
+        copies: CopiesToHost | None = None,
+        spare_slots: int = 0,
     ) -> None:
-        """identity: the fingerprint of the drafter's file. context: positions of the longest sequence."""
+        """identity: the fingerprint of the drafter's file. context: positions of the longest sequence. copies: of the
+        stage on the same GPU; without them a capture waits for its own. spare_slots: whose rings no sequence has."""
         self.taps = tuple(sorted(set(spec.taps)))
         self._longest = spec.block - 1
         self._device = device
+        self._copies = copies
         self._identity = torch.from_numpy(np.frombuffer(f"{identity} {kv_type}".encode(), dtype=np.uint8).copy())
         self._caps = [reach_of(spec, layer, context) for layer in range(len(spec.windows))]
-        shapes = [(slots, 2, cap, spec.kv_heads, spec.head_dim) for cap in self._caps]
+        shapes = [(slots + spare_slots, 2, cap, spec.kv_heads, spec.head_dim) for cap in self._caps]
         self._rings = [torch.zeros(shape, dtype=kv_type, device=device) for shape in shapes]
         self._known = [Known() for _ in range(slots)]
         # A slot's capture stands in line, and the engine may ask for its next block meanwhile: both settle features.
@@ -144,7 +167,7 @@ class RingContext(ABC):
 
     @abstractmethod
     def _draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
-        """Blocks of slots whose context is settled."""
+        """DraftBlocks of slots whose context is settled."""
 
     def _beside(self, slot: int) -> dict[str, Tensor]:
         """What a part holds beside K and V …"""
@@ -205,10 +228,7 @@ class RingContext(ABC):
 
     def _rows(self, slot: int, layer: int) -> Tensor:
         """[2, positions, kv_heads, head_dim], ascending; a copy."""
-        ring, cap, known = self._rings[layer][slot], self._caps[layer], self._known[slot]
-        count = min(cap, known.settled - known.start)
-        places = torch.arange(known.settled - count, known.settled, device=ring.device) % max(cap, 1)
-        return ring[:, places]
+        return ring_rows(self._rings[layer], slot, self._known[slot].start, self._known[slot].settled)
 
     # Drafting
 
@@ -216,9 +236,13 @@ class RingContext(ABC):
         with self._settling:
             for ask in asks:
                 self._begin_block(ask)
-            self._settle([ask.slot for ask in asks])
+            self._settle(self._to_settle(asks))
         with self._on_device():
             return self._draft(asks)
+
+    def _to_settle(self, asks: Sequence[Ask]) -> list[int]:
+        """Slots whose features become K and V before blocks are drafted; those of others do as they are."""
+        return [ask.slot for ask in asks]
 
     def _begin_block(self, ask: Ask) -> None:
         known = self._known[ask.slot]
@@ -258,8 +282,13 @@ class RingContext(ABC):
             if known.stop != known.position or known.stop == known.start:
                 return ()
             self._settle([slot])
-        rows = {f"kv{layer}": self._rows(slot, layer).cpu() for layer in range(len(self._rings))}
-        return (Part(DRAFTER_LAYER, {IDENTITY: self._identity, **rows, **self._beside(slot)}),)
+            live = {f"kv{layer}": self._rows(slot, layer) for layer in range(len(self._rings))} | self._beside(slot)
+        if self._copies is None:
+            return (Part(DRAFTER_LAYER, {IDENTITY: self._identity, **{name: x.cpu() for name, x in live.items()}}),)
+        with self._on_device():
+            copies = self._copies.take_live(list(live.values()))
+        taken = {IDENTITY: self._identity, **dict(zip(live, copies, strict=True))}
+        return (Part(DRAFTER_LAYER, taken, ready=self._copies.ready()),)
 
     def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
         self.prepare_restore(slot, position, parts)
@@ -270,6 +299,7 @@ class RingContext(ABC):
         if part is not None and not self._is_mine(part):
             part = None
         if part is not None:
+            wait_for([part])
             self._check(part, position)
         self._prepared[slot] = position, part
 
@@ -308,10 +338,28 @@ class RingContext(ABC):
 class DrafterContext(RingContext):
     """Of a DFlash drafter."""
 
-    def __init__(self, model: Dflash, identity: str, slots: int, context: int, kv_type: torch.dtype = KV_TYPE) -> None:
-        super().__init__(model.spec, model.device, identity, slots, context, kv_type)
+    def __init__(
+        self,
+        model: Dflash,
+        identity: str,
+        slots: int,
+        context: int,
+        kv_type: torch.dtype = KV_TYPE,
+        copies: CopiesToHost | None = None,
+        record: Recorder | None = None,
+    ) -> None:
+        """record: how a GPU's passes are recorded; without it they run as they are."""
+        spare = 0 if record is None else 1
+        super().__init__(model.spec, model.device, identity, slots, context, kv_type, copies, spare)
         self.model = model
         self._order = [self.taps.index(tap) for tap in model.spec.taps]
+        self._recorded = None if record is None else RecordedPass(model, self._rings, slots, record)
+
+    def make_ready(self) -> None:
+        """Record what blocks will need."""
+        if self._recorded is not None:
+            with self._on_device():
+                self._recorded.make_ready()
 
     def _read_rows(
         self, batch: Batch, features: Sequence[Tensor], pending: PendingFeatures | None
@@ -325,6 +373,31 @@ class DrafterContext(RingContext):
     def _keys_of(self, rows: Sequence[Tensor], positions: Tensor) -> list[Keys]:
         return self.model.context([rows[i] for i in self._order], positions)
 
+    def _to_settle(self, asks: Sequence[Ask]) -> list[int]:
+        if self._recorded is None:
+            return super()._to_settle(asks)
+        return [ask.slot for ask in asks if self._known[ask.slot].waiting_rows > self._recorded.rows]
+
     def _draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
-        blocks = [Block(ask.position, ask.token, self._contexts(ask.slot)) for ask in asks]
-        return self.model.propose(blocks, [min(ask.most, self._longest) for ask in asks])
+        most = [min(ask.most, self._longest) for ask in asks]
+        found = self._draft_recorded(asks) if self._recorded is not None else self._draft_eagerly(asks, max(most))
+        return [tuple(tokens[:count]) for tokens, count in zip(found, most, strict=True)]
+
+    def _draft_eagerly(self, asks: Sequence[Ask], most: int) -> list[list[int]]:
+        numbers = ((ask.token, ask.position, ask.slot, self._known[ask.slot].start) for ask in asks)
+        blocks = DraftBlocks(*(torch.tensor(column, device=self._device) for column in zip(*numbers, strict=True)))
+        return self.model.propose(blocks, self._rings, most).tolist()
+
+    def _draft_recorded(self, asks: Sequence[Ask]) -> list[list[int]]:
+        """Features that wait become K and V in the same pass."""
+        assert self._recorded is not None, "asked where passes are recorded"
+        found = list[list[int]]()
+        for at in range(0, len(asks), self._recorded.blocks):
+            group = asks[at : at + self._recorded.blocks]
+            known = [self._known[ask.slot] for ask in group]
+            waiting = [[tuple(rows[i] for i in self._order) for rows in its.waiting] for its in known]
+            found += self._recorded.run(group, [its.start for its in known], waiting)
+            for its in known:
+                its.settled = its.stop
+                its.waiting.clear()
+        return found

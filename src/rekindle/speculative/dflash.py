@@ -1,7 +1,7 @@
 """A DFlash drafter on a device: its weights, K and V of context positions, and the pass over blocks of sequences.
 
 The equations stand in `naive.py`. Here weights stay as the file stores them, rows of all sequences share every product,
-and the context's K and V come from whoever keeps them.
+and the context's K and V lie in rings of whoever keeps them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from rekindle.kernels.draft import attend_ring, convolve, store_ring, walk
 from rekindle.kernels.matmul import Matrix, gather_rows, make_matrix, multiply, multiply_all, swiglu
-from rekindle.kernels.norm import rms_norm
-from rekindle.kernels.rope.naive import norm_rope
+from rekindle.kernels.norm import add_rms_norm, rms_norm
+from rekindle.kernels.rope import norm_rope
 from rekindle.speculative.files import DrafterFile
 from rekindle.speculative.spec import ConvSpec, DrafterSpec, DraftLayer
 
@@ -57,21 +58,14 @@ class Selector:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Rows of one sequence in a pass: the last known token, at `position`, and masks behind it."""
+class DraftBlocks:
+    """Rows of some sequences in a pass: of each the last known token, and masks behind it. All are int64 [blocks] where
+    the drafter is: no size of a pass hangs on their values, so that it can be recorded."""
 
-    position: int
-    token: int
-    context: Sequence[Keys]  # of each layer: of the positions right before the block
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Where the rows of a pass stand."""
-
-    block: int  # rows of every block
-    positions: Tensor  # int64 [rows]
-    inside: Tensor  # int64 [rows, 1], number of the row in its block
+    tokens: Tensor
+    positions: Tensor  # of these tokens
+    slots: Tensor  # whose rings hold …
+    starts: Tensor  # … the positions from here up to the block's
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +79,8 @@ class Dflash:
     output_norm: Tensor
     layers: tuple[Layer, ...]
     selector: Selector | None
-    frequencies: Tensor  # radians per position, float64 [head_dim / 2]
-    embed: Callable[[Sequence[int]], Tensor]  # the target's: tokens -> [rows, hidden]
+    frequencies: Tensor  # radians per position [head_dim / 2]: float64, on a GPU float32
+    embed: Callable[[Tensor], Tensor]  # the target's: tokens -> [rows, hidden]
     head: Matrix  # the target's
     drawable: int  # rows of the head that stand for tokens
 
@@ -108,121 +102,97 @@ class Dflash:
         return rms_norm(ctx, layer.attn_norm, self.spec.eps) if self.spec.context_norm_per_layer else ctx
 
     def _keys(self, layer: Layer, x: Tensor, positions: Tensor) -> Keys:
-        k, v = multiply_all(x, [layer.k, layer.v])
-        return self._turned(k, layer.k_norm, positions), v.unflatten(-1, (-1, self.spec.head_dim))
-
-    def _turned(self, x: Tensor, norm: Tensor, positions: Tensor) -> Tensor:
-        """[rows, heads · dim] -> per-head norm and rotation [rows, heads, dim], float32."""
-        headed = x.float().unflatten(-1, (-1, self.spec.head_dim))
-        turned, _ = norm_rope(headed, headed[:, :1], norm, norm, self.spec.eps, positions, self.frequencies)
-        return turned
-
-    # Blocks
+        k, v = (x.unflatten(-1, (-1, self.spec.head_dim)) for x in multiply_all(x, [layer.k, layer.v]))
+        return norm_rope(k[:, :1], k, None, layer.k_norm, self.spec.eps, positions, self.frequencies)[1], v
 
     @torch.inference_mode()
-    def propose(self, blocks: Sequence[Block], most: Sequence[int]) -> list[tuple[int, ...]]:
-        """At most so many tokens after each block's first. A pass has all rows that the drafter was trained with,
-        whatever is asked for: fewer would see fewer."""
-        rows = self.run(blocks)
-        wanted = [rows[i, 1 : 1 + count] for i, count in enumerate(most)]
-        logits = multiply(torch.cat(wanted), self.head)[:, : self.drawable].float()
-        found, start = list[tuple[int, ...]](), 0
-        for block, its_rows, count in zip(blocks, wanted, most, strict=True):
-            found.append(self._choose(its_rows, logits[start : start + count], block.token))
-            start += count
-        return found
+    def settle(self, features: Sequence[Tensor], blocks: DraftBlocks, counts: Tensor, rings: Sequence[Tensor]) -> None:
+        """features: of each tap [blocks · rows, hidden]; the first `counts` of a block's rows stand right before it,
+        and their K and V go into the rings."""
+        rows, firsts = len(features[0]) // len(counts), blocks.positions - counts
+        positions = (firsts[:, None] + torch.arange(rows, device=self.device)).flatten()
+        for (k, v), ring in zip(self.context(features, positions), rings, strict=True):
+            store_ring(ring, k, v, blocks.slots, firsts, counts)
 
-    def run(self, blocks: Sequence[Block]) -> Tensor:
-        """[blocks, rows of a block, hidden], after the final norm."""
-        size = self.spec.block
-        tokens = [token for block in blocks for token in (block.token, *[self.spec.mask] * (size - 1))]
-        inside = torch.arange(size, device=self.device)
-        starts = torch.tensor([block.position for block in blocks], device=self.device)
-        rows = Rows(size, (starts[:, None] + inside).flatten(), inside.repeat(len(blocks))[:, None])
-        h = self.embed(tokens).to(self.device, self.dtype)
+    # DraftBlocks
+
+    @torch.inference_mode()
+    def propose(self, blocks: DraftBlocks, rings: Sequence[Tensor], most: int) -> Tensor:
+        """So many tokens after each block's first: [blocks, most]. A pass has all rows that the drafter was trained
+        with, whatever is asked for: fewer would see fewer."""
+        rows = self.run(blocks, rings)[:, 1 : 1 + most].flatten(0, 1)
+        logits = multiply(rows, self.head)[:, : self.drawable]
+        if self.selector is None:
+            return logits.argmax(dim=-1).view(-1, most)
+        return self._path(rows, logits, blocks.tokens)
+
+    @torch.inference_mode()
+    def run(self, blocks: DraftBlocks, rings: Sequence[Tensor]) -> Tensor:
+        """[blocks, rows of a block, hidden], after the final norm. rings: of every layer, as in `kernels.draft`."""
+        size, eps = self.spec.block, self.spec.eps
+        tokens = torch.full((len(blocks.tokens), size), self.spec.mask, device=self.device)
+        tokens[:, 0] = blocks.tokens
+        positions = (blocks.positions[:, None] + torch.arange(size, device=self.device)).flatten()
+        h = self.embed(tokens.flatten()).to(self.device, self.dtype)
         if self.spec.embedding_scale != 1.0:
             h = h * self.spec.embedding_scale
+        n = rms_norm(h, self.layers[0].attn_norm, eps)
         for number, layer in enumerate(self.layers):
-            contexts = [block.context[number] for block in blocks]
-            h = h + self._attention(layer, h, rows, contexts)
-            h = h + self._ffn(layer, h, rows)
-        return rms_norm(h, self.output_norm, self.spec.eps).view(len(blocks), size, -1)
+            h, n = add_rms_norm(h, self._attention(layer, n, positions, blocks, rings[number]), layer.ffn_norm, eps)
+            last = number + 1 == len(self.layers)
+            after = self.output_norm if last else self.layers[number + 1].attn_norm
+            h, n = add_rms_norm(h, self._ffn(layer, n), after, eps)
+        return n.view(-1, size, self.spec.hidden)
 
-    def _attention(self, layer: Layer, h: Tensor, rows: Rows, contexts: Sequence[Keys]) -> Tensor:
-        n = rms_norm(h, layer.attn_norm, self.spec.eps)
-        taps = self._taps(layer.attn_sides, n)
-        x = _convolved(n, taps, 0, rows)
-        query = self._turned(multiply(x, layer.q), layer.q_norm, rows.positions)
-        k, v = self._keys(layer, x, rows.positions)
-        pieces = zip(query.split(rows.block), k.split(rows.block), v.float().split(rows.block), contexts, strict=True)
-        mixed = torch.cat([self._attend(layer.attends, *piece) for piece in pieces])
+    def _attention(self, layer: Layer, n: Tensor, positions: Tensor, blocks: DraftBlocks, ring: Tensor) -> Tensor:
+        computed = self._computed(layer.attn_sides, n)
+        x = self._convolved(layer.attn_sides, n, computed, 0)
+        q, k, v = multiply_all(x, [layer.q, layer.k, layer.v])
+        q, k, v = (x.unflatten(-1, (-1, self.spec.head_dim)) for x in (q, k, v))
+        q, k = norm_rope(q, k, layer.q_norm, layer.k_norm, self.spec.eps, positions, self.frequencies)
+        where = ring, blocks.slots, blocks.starts, blocks.positions
+        mixed = attend_ring(q, k, v, *where, layer.attends.window, layer.attends.causal)
         if layer.gate is not None:
-            mixed = mixed * softplus(multiply(n, layer.gate).float()).unflatten(-1, (self.spec.heads, -1))
-        return _convolved(multiply(mixed.flatten(1).to(h.dtype), layer.out), taps, 1, rows)
+            gate = softplus(multiply(n, layer.gate).float()).unflatten(-1, (self.spec.heads, -1))
+            mixed = (mixed * gate).to(mixed.dtype)
+        return self._convolved(layer.attn_sides, multiply(mixed.flatten(1), layer.out), computed, 1)
 
-    def _attend(self, attends: DraftLayer, query: Tensor, k: Tensor, v: Tensor, context: Keys) -> Tensor:
-        """One block over its context and itself -> [rows, heads, dim]."""
-        count, shared = context[0].shape[0], self.spec.heads // self.spec.kv_heads
-        k, v = torch.cat((context[0].float(), k)), torch.cat((context[1].float(), v))
-        grouped = query.unflatten(1, (self.spec.kv_heads, shared)).permute(1, 2, 0, 3)  # [kv heads, shared, rows, dim]
-        scores = grouped @ k.permute(1, 2, 0)[:, None] * self.spec.head_dim**-0.5
-        scores = scores.masked_fill(~_visible(attends, count, len(query), self.device), float("-inf"))
-        mixed = scores.softmax(dim=-1) @ v.transpose(0, 1)[:, None]
-        return mixed.permute(2, 0, 1, 3).flatten(1, 2)
+    def _ffn(self, layer: Layer, n: Tensor) -> Tensor:
+        computed = self._computed(layer.ffn_sides, n)
+        gated = swiglu(self._convolved(layer.ffn_sides, n, computed, 0), layer.ffn_gate, layer.ffn_up)
+        return self._convolved(layer.ffn_sides, multiply(gated, layer.ffn_down), computed, 1)
 
-    def _ffn(self, layer: Layer, h: Tensor, rows: Rows) -> Tensor:
-        n = rms_norm(h, layer.ffn_norm, self.spec.eps)
-        taps = self._taps(layer.ffn_sides, n)
-        gated = swiglu(_convolved(n, taps, 0, rows), layer.ffn_gate, layer.ffn_up)
-        return _convolved(multiply(gated, layer.ffn_down), taps, 1, rows)
+    def _computed(self, sides: Sides | None, n: Tensor) -> Tensor | None:
+        return None if sides is None else multiply(n, sides.computed)
 
-    def _taps(self, sides: Sides | None, n: Tensor) -> Tensor | None:
-        """[rows, side, tap, channel]"""
-        conv = self.spec.conv
-        if sides is None or conv is None:
-            return None
-        computed = multiply(n, sides.computed).view(len(n), 2, conv.taps, -1)
-        return sides.base.to(n.dtype) + computed.repeat_interleave(conv.group, dim=-1)
+    def _convolved(self, sides: Sides | None, x: Tensor, computed: Tensor | None, side: int) -> Tensor:
+        return x if sides is None or computed is None else convolve(x, sides.base, computed, side, self.spec.block)
 
-    def _choose(self, rows: Tensor, logits: Tensor, anchor: int) -> tuple[int, ...]:
-        chooser = self.spec.selector
-        if chooser is None or self.selector is None:
-            return tuple(logits.argmax(dim=-1).tolist())
-        best = (logits * self.spec.logit_scale).topk(chooser.candidates, dim=-1)
+    def _path(self, rows: Tensor, logits: Tensor, anchors: Tensor) -> Tensor:
+        """Through the best candidates of every row; a pair of neighbours scores predecessor · bridge · successor."""
+        chooser, table = self.spec.selector, self.selector
+        assert chooser is not None and table is not None, "a drafter without a selector takes the best of every row"
+        best = (logits.float() * self.spec.logit_scale).topk(chooser.candidates, dim=-1)
         cap = self.spec.softcap
         values = cap * torch.tanh(best.values / cap) if cap else best.values
-        bridges = multiply(rows, self.selector.hidden).float()
-        after = gather_rows(self.selector.successor, best.indices.flatten()).float().unflatten(0, best.indices.shape)
-        tokens, last = list[int](), anchor
-        for candidates, value, bridge, successors in zip(best.indices, values, bridges, after, strict=True):
-            before = gather_rows(self.selector.predecessor, torch.tensor([last], device=self.device))[0].float()
-            last = int(candidates[(value + successors @ (before * bridge)).argmax()])
-            tokens.append(last)
-        return tuple(tokens)
-
-
-def _visible(attends: DraftLayer, count: int, rows: int, device: torch.device) -> Tensor:
-    """[rows, count + rows]: which keys each row of a block sees, of the context before it and of the block itself."""
-    row, key = torch.arange(rows, device=device)[:, None], torch.arange(-count, rows, device=device)[None]
-    near = (row - key < attends.window) | (key >= 0) if attends.window is not None else torch.ones_like(row + key) > 0
-    return near & ((key <= row) | (key < 0)) if attends.causal else near
-
-
-def _convolved(x: Tensor, taps: Tensor | None, side: int, rows: Rows) -> Tensor:
-    """out[i, c] = Σ_t taps[i, side, t, c] · x[i - t, c]; before the block there is nothing."""
-    if taps is None:
-        return x
-    out = taps[:, side, 0] * x
-    for back in range(1, min(taps.shape[2], rows.block)):
-        out += torch.where(rows.inside >= back, taps[:, side, back] * x.roll(back, dims=0), 0)
-    return out
+        shape = len(anchors), len(rows) // len(anchors), chooser.candidates
+        bridges = multiply(rows, table.hidden).float().view(*shape[:2], 1, -1)
+        after, before = (
+            gather_rows(matrix, best.indices.flatten()).float().view(*shape, -1)
+            for matrix in (table.successor, table.predecessor)
+        )
+        known = gather_rows(table.predecessor, anchors).float()[:, None]
+        first = (known * bridges[:, 0]) @ after[:, 0].transpose(-1, -2)
+        steps = (before[:, :-1] * bridges[:, 1:]) @ after[:, 1:].transpose(-1, -2)
+        chosen = walk(values.view(shape), first[:, 0], steps)
+        return best.indices.view(shape).gather(-1, chosen[..., None])[..., 0]
 
 
 def load_dflash(
     file: DrafterFile,
     device: torch.device,
     dtype: torch.dtype,
-    embed: Callable[[Sequence[int]], Tensor],
+    embed: Callable[[Tensor], Tensor],
     head: Matrix,
     drawable: int,
 ) -> Dflash:
@@ -235,7 +205,7 @@ class _Loader:
     device: torch.device
     dtype: torch.dtype
 
-    def load(self, embed: Callable[[Sequence[int]], Tensor], head: Matrix, drawable: int) -> Dflash:
+    def load(self, embed: Callable[[Tensor], Tensor], head: Matrix, drawable: int) -> Dflash:
         spec, half = self.file.spec, self.file.spec.head_dim // 2
         norms = range(len(spec.taps)) if spec.feature_norms else ()
         return Dflash(
@@ -248,11 +218,15 @@ class _Loader:
             output_norm=self.vector("output_norm.weight"),
             layers=tuple(self.layer(number) for number in range(len(spec.layers))),
             selector=self.selector(),
-            frequencies=spec.rope_theta ** (-torch.arange(half, dtype=torch.float64, device=self.device) / half),
+            frequencies=self.frequencies(spec.rope_theta, half),
             embed=embed,
             head=head,
             drawable=drawable,
         )
+
+    def frequencies(self, theta: float, half: int) -> Tensor:
+        exact = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        return exact.float().to(self.device) if self.device.type == "cuda" else exact
 
     def layer(self, number: int) -> Layer:
         spec, blk = self.file.spec, f"blk.{number}"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rekindle.batch import Ask, Batch, Segment
 from rekindle.snapshots.types import Part
-from rekindle.speculative.context import KV_TYPE, Known, PendingFeatures, RingContext, Shaped
+from rekindle.speculative.context import KV_TYPE, CopiesToHost, Known, PendingFeatures, RingContext, Shaped
 from rekindle.speculative.dflash import Keys
 from rekindle.speculative.mtp import Chain, Mtp
 
@@ -29,8 +29,16 @@ class Last(NamedTuple):
 class MtpContext(RingContext):
     chained = True
 
-    def __init__(self, model: Mtp, identity: str, slots: int, context: int, kv_type: torch.dtype = KV_TYPE) -> None:
-        super().__init__(model.spec, model.device, identity, slots, context, kv_type)
+    def __init__(
+        self,
+        model: Mtp,
+        identity: str,
+        slots: int,
+        context: int,
+        kv_type: torch.dtype = KV_TYPE,
+        copies: CopiesToHost | None = None,
+    ) -> None:
+        super().__init__(model.spec, model.device, identity, slots, context, kv_type, copies)
         self.model = model
         self._last: list[Last | None] = [None] * slots
 
@@ -115,7 +123,7 @@ class MtpContext(RingContext):
     def _beside(self, slot: int) -> dict[str, Tensor]:
         last = self._last[slot]
         assert last is not None, "a capture has looked"
-        return {LAST: last.hidden.float().cpu()}
+        return {LAST: last.hidden.float()}
 
     def _shapes_beside(self) -> Shaped:
         return {LAST: ((1, self.model.spec.hidden), torch.float32)}

@@ -48,10 +48,17 @@ class Purse:
 class Width:
     """Of one sequence. Lengths are tokens of its prompt and answer."""
 
-    def __init__(self, extra: Callable[[int], float] = by_rows, purse: Purse | None = None) -> None:
-        """purse: shared by the sequences of an engine; without one nothing is counted."""
+    def __init__(
+        self,
+        extra: Callable[[int], float] = by_rows,
+        purse: Purse | None = None,
+        as_cheap: Callable[[int], int] = lambda width: width,
+    ) -> None:
+        """purse: shared by the sequences of an engine; without one nothing is counted. as_cheap: the widest block that
+        costs no more than one of this width."""
         self._extra = extra
         self._purse = purse
+        self._as_cheap = as_cheap
         self._width = FIRST
         self._rest = 1  # tokens, after the next block that does not pay
         self._until = 0  # length at which the rest ends
@@ -60,7 +67,7 @@ class Width:
     def at(self, length: int) -> int:
         """Tokens to draft at most; 0 while the sequence rests."""
         self._earn(length)
-        return 0 if length < self._until else self._affordable()
+        return 0 if length < self._until else self._as_cheap(self._affordable())
 
     def _affordable(self) -> int:
         if self._purse is None:

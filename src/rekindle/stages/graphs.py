@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from rekindle.batch import Batch
+from rekindle.buffers import RECORDED_ROWS
 from rekindle.layers import HybridLayer, ModelSpan
 from rekindle.pool import Recorder, SegmentPages
 from rekindle.stages.layout import GraphShape, Layout, round_up
@@ -23,6 +24,8 @@ from rekindle.stages.types import PendingTokens
 
 log = logging.getLogger("rekindle.stages")
 
+Taps = tuple[int, ...]  # layers whose outputs a drafter reads, ascending
+MOST_BLOCKS = 48  # recorded steps with blocks of several sequences: each holds some megabytes
 BUFFERS = 3  # host buffers in turn: a copy may still be under way while the next step is laid out
 
 _recording = threading.Lock()  # one stage at a time: a device that is waited for must not be recording elsewhere
@@ -109,17 +112,19 @@ class _Step:
         state: SpanState,
         layout: Layout,
         logits: torch.Tensor | None,
-        taps: tuple[int, ...] = (),
+        taps: tuple[int, ...],
+        features: tuple[torch.Tensor, ...],
     ) -> None:
-        """logits: float32 [at least the shape's rows, vocab], where the head is part of the step."""
+        """logits: float32 [at least the shape's rows, vocab], where the head is part of the step. features: of every
+        tap, [at least the shape's rows, hidden]."""
         self._model = model
         self._taps = taps
         self._state = state
         self._logits = logits
+        self.features = features  # what leaves each tapped layer
         self.layout = layout
         self.host = _Host(layout.shape.size, model.device)
         self.output: torch.Tensor | None = None  # hidden or logits; recorded, the buffer that every replay fills
-        self.features: tuple[torch.Tensor, ...] = ()  # after each tapped layer, in such buffers too
         self.hidden_in: torch.Tensor | None = None
         if not model.is_first:
             shape = (layout.shape.rows, model.spec.hidden)
@@ -135,7 +140,9 @@ class _Step:
 
     def _run(self, layers: Sequence[HybridLayer]) -> None:
         x = self._model.enter(self.layout.tokens, self.hidden_in)
-        x, self.features = self._model.run(x, self.layout.ragged, self._state.layers, layers, self._taps)
+        x, tapped = self._model.run(x, self.layout.ragged, self._state.layers, layers, self._taps)
+        for rows, features in zip(tapped, self.features, strict=False):  # `warm` may leave tapped layers out
+            features[: len(rows)].copy_(rows)
         if self._logits is not None:
             self._logits[: x.shape[0]].copy_(self._model.leave(x))
         self.output = x if self._logits is None else self._logits
@@ -151,13 +158,17 @@ class RecordedSteps:
         scratch_slot: int,
         scratch_page: int,
         record: Recorder,
+        taps: Taps = (),
     ) -> None:
+        """taps: that a drafter reads; steps recorded for it serve batches of which it reads nothing, too."""
         self._model = model
         self._state = state
         self._scratch_slot = scratch_slot
         self._scratch_page = scratch_page
         self._record = record
-        self._steps: dict[tuple[GraphShape, tuple[int, ...]], _Step] = {}  # by shape and taps
+        self._taps = taps
+        self._features: dict[Taps, tuple[torch.Tensor, ...]] = {}  # of the last step: all steps write there
+        self._steps: dict[tuple[GraphShape, Taps], _Step] = {}  # by shape and taps, those used last behind
         self._run_once = set[tuple[bool, ...]]()  # kinds of steps that have run through all layers
         self._logits: torch.Tensor | None = None  # of the last step, whichever it was: all of them write there
         self._rewind: Callable[[], None] | None = None
@@ -171,13 +182,13 @@ class RecordedSteps:
         pages: Sequence[SegmentPages],
         hidden: torch.Tensor | None,
         pending: PendingTokens | None,
-        taps: tuple[int, ...] = (),
+        taps: Taps = (),
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """A batch that `shape` serves -> hidden [batch.rows, …], or logits in float32; later steps do not touch it. A
         chunk gives hidden in the last stage too, which the next step overwrites: the head takes its rows at once.
         Beside it what left each tapped layer, which the next step overwrites too.
         """
-        step = self._steps.get((shape, taps)) or self._make(shape, taps)
+        step = self._step(shape, taps or self._taps)
         with step.host.next() as host:
             step.layout.fill(batch, pages, host)
         if pending is not None:
@@ -187,18 +198,35 @@ class RecordedSteps:
             step.hidden_in[: batch.rows].copy_(hidden, non_blocking=True)
         step.replay()
         assert step.output is not None, "a step that ran has an output"
-        output, features = step.output[: batch.rows], tuple(rows[: batch.rows] for rows in step.features)
+        output = step.output[: batch.rows]
+        features = tuple(rows[: batch.rows] for rows in step.features) if taps else ()
         return (output if shape.is_chunk and self._model.is_last else output.clone()), features
 
     def make_ready(self, shape: GraphShape) -> None:
         """Record the step now if it is not yet."""
-        if (shape, ()) not in self._steps:
-            self._make(shape, ())
+        self._step(shape, self._taps)
 
-    def _make(self, shape: GraphShape, taps: tuple[int, ...]) -> _Step:
+    def _step(self, shape: GraphShape, taps: Taps) -> _Step:
+        """Blocks of several sequences come in many shapes, so those that were not used for long are given up."""
+        step = self._steps.pop((shape, taps), None) or self._make(shape, taps)
+        self._steps[shape, taps] = step
+        if shape.has_blocks:
+            held = [key for key in self._steps if key[0].has_blocks]
+            if len(held) > MOST_BLOCKS:
+                self._give_up(held[0])
+        return step
+
+    def _give_up(self, key: tuple[GraphShape, Taps]) -> None:
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)  # it may still be running
+        del self._steps[key]
+
+    def _make(self, shape: GraphShape, taps: Taps) -> _Step:
         """Recorded over padding alone, so that no slot's state moves."""
         layout = Layout(shape, self._model.device, self._scratch_slot, self._scratch_page)
-        step = _Step(self._model, self._state, layout, self._room_for_logits(shape), taps)
+        step = _Step(
+            self._model, self._state, layout, self._room_for_logits(shape), taps, self._room_for_features(taps)
+        )
         with step.host.next() as host:
             layout.fill(None, (), host)
         # The first of its kind runs through all layers: some keep memory that is made when they first run, and what is
@@ -206,8 +234,15 @@ class RecordedSteps:
         kind = (shape.is_chunk, shape.rewindable, shape.far, shape.notes)
         step.replay = self._record(step.run, step.warm if kind in self._run_once else step.run)
         self._run_once.add(kind)
-        self._steps[shape, taps] = step
         return step
+
+    def _room_for_features(self, taps: Taps) -> tuple[torch.Tensor, ...]:
+        if taps not in self._features:
+            shape = RECORDED_ROWS, self._model.spec.hidden
+            self._features[taps] = tuple(
+                torch.zeros(shape, dtype=self._model.dtype, device=self._model.device) for _ in taps
+            )
+        return self._features[taps]
 
     def _room_for_logits(self, shape: GraphShape) -> torch.Tensor | None:
         """One buffer for all steps; steps that were recorded over a smaller one keep that."""
@@ -220,11 +255,14 @@ class RecordedSteps:
 
     def rewind(self, slot: int, count: int) -> None:
         """Every layer's state of the slot goes to where it stood after `count` rows of its last block."""
-        if self._rewind is None:
-            self._send_where(self._scratch_slot, 0)
-            self._rewind = self._record(lambda: self._state.rewind(self._where))
+        replay = self._rewind or self.make_rewind_ready()
         self._send_where(slot, count)
-        self._rewind()
+        replay()
+
+    def make_rewind_ready(self) -> Callable[[], None]:
+        self._send_where(self._scratch_slot, 0)
+        self._rewind = self._record(lambda: self._state.rewind(self._where))
+        return self._rewind
 
     def _send_where(self, slot: int, count: int) -> None:
         with self._where_host.next() as host:

@@ -96,6 +96,11 @@ class GraphShape:
         return len(self.lengths) == 2 and self.lengths[1] == 0 and not self.rewindable
 
     @property
+    def has_blocks(self) -> bool:
+        """Blocks of several sequences, to be verified in one step."""
+        return self.rewindable and len(self.lengths) > 2
+
+    @property
     def size(self) -> int:
         return sum(map(_aligned, self._sizes()))
 
@@ -224,15 +229,27 @@ def chunk_shape(rows: int, widest: int, groups: int = 1) -> GraphShape:
     return GraphShape((rows, 0), rows, widest, rewindable=False, notes=False, groups=groups)
 
 
-def recorded_shapes(slots: int, widest: int, chunk: int, groups: int = 1) -> list[GraphShape]:
-    """What a stage records before its first request: decode rows over every width, and chunks of up to `chunk` rows."""
-    counts = [rows for rows in range(1, round_up(slots) + 1) if rows == round_up(rows)]
-    pages = (1, min(64, widest), widest)
-    sizes = dict.fromkeys((rows, round_width(count, widest, rows)) for rows in counts for count in pages)
-    decode = [GraphShape((1,) * rows, rows, width, False, notes=False, groups=groups) for rows, width in sizes]
+def recorded_shapes(slots: int, widest: int, chunk: int, groups: int = 1, block: int = 0) -> list[GraphShape]:
+    """What a stage records before its first request: decode rows over every width, blocks of one sequence of up to
+    `block` rows, and chunks of up to `chunk` rows."""
+    decode = [
+        GraphShape((1,) * rows, rows, width, False, notes=False, groups=groups)
+        for rows, width in _sizes(1, slots, widest)
+    ]
+    blocks = [
+        GraphShape((rows, 0), rows, width, True, notes=False, groups=groups)
+        for rows, width in _sizes(2, min(block, LONGEST_BLOCK), widest)
+    ]
     longest = min(max(chunk, 2), LONGEST_CHUNK)
     chunks = dict.fromkeys(chunk_shape(rows, widest, groups) for rows in (*CHUNKS, longest) if rows <= longest)
-    return [*decode, *chunks]
+    return [*decode, *blocks, *chunks]
+
+
+def _sizes(least: int, most: int, widest: int) -> dict[tuple[int, int], None]:
+    """Rows and widths of the recorded steps that serve from `least` to `most` rows."""
+    counts = sorted({round_up(rows) for rows in range(least, most + 1)})
+    pages = (1, min(64, widest), widest)
+    return dict.fromkeys((rows, round_width(count, widest, rows)) for rows in counts for count in pages)
 
 
 def _aligned(size: int) -> int:

@@ -51,6 +51,7 @@ class LocalStage:
         table_width: int = 0,
         attended: int | None = None,
         memory: DeviceMemory | None = None,
+        taps: Sequence[int] = (),
     ) -> None:
         """memory: that the model's expert slots are cut from, some of which may be lent to the pool.
         rewind_rows: of the longest block to verify, for which there is room from the start.
@@ -58,7 +59,8 @@ class LocalStage:
         widest: quantised weights that are values at one time, as the plan counts them; 0 where no plan was made.
         table_width: pages of a sequence at the context limit; where it is known, short chunks are recorded too.
         attended: pages that a row attends at most in sparse mode, the same in all stages; None: what the pool holds.
-        record: records the steps that are replayed; on a GPU, if None, CUDA graphs."""
+        record: records the steps that are replayed; on a GPU, if None, CUDA graphs.
+        taps: layers, of any stage, that a drafter reads: steps are recorded with their outputs."""
         self.model = model
         self.slots = slots
         self.scratch = Scratch(widest)
@@ -87,9 +89,11 @@ class LocalStage:
         self._recording: Recording | None = None
         self._cpu_steps: CpuSteps | None = None
         if record is not None:
-            self._recording = Recording(model, self._state, slots, table_width, record)
+            own = tuple(layer for layer in taps if layer in model.span)
+            self._recording = Recording(model, self._state, slots, table_width, record, own)
         elif not on_gpu and model.dtype is torch.float32 and native.library() is not None:
             self._cpu_steps = CpuSteps(model, self._state, slots)
+        self._rewind_rows = rewind_rows
         if rewind_rows:
             self._make_room(rewind_rows)
 
@@ -265,7 +269,7 @@ class LocalStage:
         if self._recording is None:
             return 0
         with self._on_device():
-            return self._recording.record_all(chunk)
+            return self._recording.record_all(chunk, self._rewind_rows if self._state.logs_rows else 0)
 
     def blank(self, rows: int) -> torch.Tensor | None:
         """Activations of no meaning, as the stage before would send them; None for the first."""

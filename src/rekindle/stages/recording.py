@@ -11,7 +11,7 @@ from rekindle.batch import Batch, Wanted
 from rekindle.layers import ModelSpan
 from rekindle.pool import Recorder, SegmentPages
 from rekindle.spec import PAGE
-from rekindle.stages.graphs import RecordedSteps
+from rekindle.stages.graphs import RecordedSteps, Taps
 from rekindle.stages.layout import LONGEST_CHUNK, GraphShape, recorded_shapes
 from rekindle.stages.state import SpanState
 
@@ -26,9 +26,11 @@ class Recording:
         slots: int,
         table_width: int,
         record: Recorder,
+        taps: Taps = (),
     ) -> None:
-        """table_width: pages of a sequence at the context limit, 0 where that is not known."""
-        self.steps = RecordedSteps(model, state, slots, state.paged.pool.scratch_page, record)
+        """table_width: pages of a sequence at the context limit, 0 where that is not known. taps: of this stage's
+        layers, that a drafter reads."""
+        self.steps = RecordedSteps(model, state, slots, state.paged.pool.scratch_page, record, taps)
         self._model = model
         self._paged = state.paged
         self._slots = slots
@@ -44,12 +46,14 @@ class Recording:
             return None
         return padded if self._model.can_record(padded.rows) else None
 
-    def record_all(self, chunk: int) -> int:
-        """Record every step that requests will need, with chunks of up to `chunk` rows, over padding alone; how many
-        there are. The stage must be idle."""
+    def record_all(self, chunk: int, block: int) -> int:
+        """Record every step that requests will need, with chunks of up to `chunk` rows and blocks of up to `block`,
+        over padding alone; how many there are. The stage must be idle."""
         if not self._table_width:
             return 0
-        known = recorded_shapes(self._slots, self._table_width, chunk, len(self._paged.groups))
+        known = recorded_shapes(self._slots, self._table_width, chunk, len(self._paged.groups), block)
+        if block:
+            self.steps.make_rewind_ready()
         shapes = [shape for shape in known if self._model.can_record(shape.rows)]
         for count, shape in enumerate(shapes):
             try:

@@ -1,0 +1,80 @@
+"""A DFlash drafter's pass, recorded: one launch for what would be some hundred.
+
+All that changes from pass to pass stands in memory that is filled before: one run of numbers, and the features that
+wait. A pass has places for as many blocks as keep its products among few rows; with fewer, the rest are drafted for a
+slot that nobody has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rekindle.batch import Ask
+from rekindle.speculative.dflash import DraftBlocks, Dflash
+
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # a step -> how it is run again
+FEW_ROWS = 32  # up to which products read quantised weights as they are
+
+
+class RecordedPass:
+    def __init__(self, model: Dflash, rings: Sequence[Tensor], scratch_slot: int, record: Recorder) -> None:
+        """rings: with one more slot than sequences have, `scratch_slot`."""
+        self.rows = model.spec.block  # features of a block that a pass settles
+        self.blocks = max(1, FEW_ROWS // self.rows)  # of a pass at most
+        self._model = model
+        self._rings = rings
+        self._scratch_slot = scratch_slot
+        self._record = record
+        size, device = self.blocks * self.rows, model.device
+        self._features = [
+            torch.zeros(size, model.spec.hidden, dtype=model.dtype, device=device) for _ in model.spec.taps
+        ]
+        # Of every block: token, position, slot, first position that is known, features that wait.
+        self._host = torch.zeros(5, self.blocks, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._numbers = torch.zeros(5, self.blocks, dtype=torch.int64, device=device)
+        self._found: dict[int, Tensor] = {}  # by blocks of the pass: what the last one proposed …
+        self._passes: dict[int, Callable[[], None]] = {}  # … and how it is run again
+
+    def make_ready(self) -> None:
+        self._fill((), ())
+        for blocks in {1, self.blocks}:
+            self._passes[blocks] = self._record(partial(self._run, blocks))
+
+    def _run(self, blocks: int) -> None:
+        *numbers, waiting = self._numbers[:, :blocks]
+        given = DraftBlocks(*numbers)
+        self._model.settle([tap[: blocks * self.rows] for tap in self._features], given, waiting, self._rings)
+        self._found[blocks] = self._model.propose(given, self._rings, self.rows - 1)
+
+    def run(
+        self, asks: Sequence[Ask], starts: Sequence[int], waiting: Sequence[Sequence[tuple[Tensor, ...]]]
+    ) -> list[list[int]]:
+        """waiting: of every ask the features that have not become K and V, in the order of the spec's taps."""
+        blocks = 1 if len(asks) == 1 else self.blocks
+        if not self._passes:
+            self.make_ready()
+        self._fill(
+            [(ask.token, ask.position, ask.slot, start) for ask, start in zip(asks, starts, strict=True)], waiting
+        )
+        self._passes[blocks]()
+        return self._found[blocks][: len(asks)].tolist()
+
+    def _fill(
+        self, numbers: Sequence[tuple[int, int, int, int]], waiting: Sequence[Sequence[tuple[Tensor, ...]]]
+    ) -> None:
+        """Nobody reads the host's numbers of the last pass any more: its tokens have come back."""
+        padding = [(0, 0, self._scratch_slot, 0, 0)] * (self.blocks - len(numbers))
+        counts = [sum(len(rows[0]) for rows in its) for its in waiting]
+        filled = [(*its, count) for its, count in zip(numbers, counts, strict=True)]
+        self._host.copy_(torch.tensor([*filled, *padding]).T)
+        self._numbers.copy_(self._host, non_blocking=True)
+        for number, its in enumerate(waiting):
+            at = number * self.rows
+            for rows in its:
+                for tap, buffer in zip(rows, self._features, strict=True):
+                    buffer[at : at + len(tap)].copy_(tap, non_blocking=True)
+                at += len(rows[0])
