@@ -22,7 +22,7 @@ from rekindle.kernels.matmul import Matrix
 from rekindle.snapshots.types import DRAFTER_LAYER, Part
 from rekindle.speculative import naive
 from rekindle.speculative.context import WAITING, DrafterContext
-from rekindle.speculative.dflash import DraftBlocks, Dflash, load_dflash
+from rekindle.speculative.dflash import Dflash, DraftBlocks, load_dflash
 from rekindle.speculative.files import DrafterFile, open_drafter
 from rekindle.speculative.recorded import Recorder
 from rekindle.speculative.spec import ConvSpec, DrafterSpec, DraftLayer, SelectorSpec

@@ -25,7 +25,7 @@ from rekindle.batch import Ask, Batch, Segment
 from rekindle.errors import SnapshotMismatch
 from rekindle.kernels.draft.naive import ring_rows
 from rekindle.snapshots.types import DRAFTER_LAYER, Part, Ready, wait_for
-from rekindle.speculative.dflash import DraftBlocks, Dflash, Keys
+from rekindle.speculative.dflash import Dflash, DraftBlocks, Keys
 from rekindle.speculative.recorded import RecordedPass, Recorder
 
 IDENTITY = "identity"  # tensor of the part: whose context it is, uint8
@@ -167,7 +167,7 @@ class RingContext(ABC):
 
     @abstractmethod
     def _draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
-        """DraftBlocks of slots whose context is settled."""
+        """Blocks of slots whose context is settled."""
 
     def _beside(self, slot: int) -> dict[str, Tensor]:
         """What a part holds beside K and V …"""

@@ -114,7 +114,7 @@ class Dflash:
         for (k, v), ring in zip(self.context(features, positions), rings, strict=True):
             store_ring(ring, k, v, blocks.slots, firsts, counts)
 
-    # DraftBlocks
+    # Blocks
 
     @torch.inference_mode()
     def propose(self, blocks: DraftBlocks, rings: Sequence[Tensor], most: int) -> Tensor:

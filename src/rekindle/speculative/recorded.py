@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rekindle.batch import Ask
-from rekindle.speculative.dflash import DraftBlocks, Dflash
+from rekindle.speculative.dflash import Dflash, DraftBlocks
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # a step -> how it is run again
 FEW_ROWS = 32  # up to which products read quantised weights as they are
