@@ -137,7 +137,7 @@ def kept(context: DrafterContext) -> list[torch.Tensor]:
 
 
 def test_a_recorded_pass_settles_and_proposes_what_any_other_does(file: DrafterFile) -> None:
-    """DraftBlocks of one to four sequences, gone back over; rests, in which more features wait than a pass takes in."""
+    """Blocks of one to four sequences, gone back over; rests, in which more features wait than a pass takes in."""
     plain, recorded = made(file, slots=4, context=256), made(file, slots=4, context=256, record=lambda step: step)
     dice, at = random.Random(7), [0] * 4
     taps = [features(400, seed=slot) for slot in range(4)]
