@@ -3,22 +3,23 @@
     PYTHONPATH=src python tools/train_drafter.py MODEL --prompts chats.jsonl --held-out others.jsonl --out FOLDER
 
 A line of such a file is {"messages": [...]}, which is cut after the last turn that is not the assistant's, or
-{"prompt": "text"}. There are four steps:
+{"prompt": "text"}; of --text also {"tokens": [...], "written": N}, whose tokens from the N-th on are an answer. There
+are four steps:
 
 1. The target answers prompts, many at once, every other one greedily, for --write seconds. Conversations with answers
    (--text) come on top; they take less time, and say less about how the target goes on.
 2. Its layers run over the texts once more and hand out features, as they do while serving; the features are kept.
 3. The drafter learns, for --train seconds or --steps steps. Some positions of every answer are anchors: from the token
    there and from the features before it the drafter fills in the masks behind it. Near rows weigh more, since a token
-   counts only where all before it were right. The target's embedding and head are shared and stay as they are.
-4. The folder is written as `--drafter` opens it, and measure_drafter.py measures it on the held-out prompts.
+   counts only where all before it were right. The target's embedding and head are shared and stay as they are. The
+   weights that did best on texts which are set aside are kept: with little text the last ones know it by heart.
+4. The folder is written as `--drafter` opens it, and measure_drafter.py measures it on the held-out prompts, if any.
 
-The table comes last, and is in FOLDER too, with the course of the training. About eight minutes on a GPU, for a model
-of 60 M parameters:
+The table comes last, and is in FOLDER too, with the course of the training. About four minutes on a GPU, for a model
+of 60 M parameters with some million tokens of conversations:
 
-    PYTHONPATH=src python3 tools/train_drafter.py carry/demo-moe-Q4_K_M.gguf --device cuda:0 --out $OUT/drafter \
-        --prompts carry/prompts.jsonl --held-out carry/held_out.jsonl --taps 1,4,7,10 \
-        --sequences 96 --write 160 --texts 256 --train 120
+    PYTHONPATH=src python3 tools/train_drafter.py demo-moe-Q4_K_M.gguf --device cuda:0 --out drafter --taps 1,4,7,10 \
+        --prompts prompts.jsonl --text chats.jsonl --sequences 96 --write 50 --texts 256 --train 120
 """
 
 from __future__ import annotations
@@ -90,11 +91,23 @@ def given_texts(target: Target, path: Path) -> list[Text]:
     """Conversations as they stand, up to the context limit; the last answer counts as written."""
     texts = list[Text]()
     for entry, where in entries(path):
+        if isinstance(entry, dict) and "tokens" in entry:
+            texts.append(_tokens_of(entry, where, target))
+            continue
         whole = target.template(where).render(turns_of(entry, where), add_generation_prompt=False).tokens
         written = common_length(whole, target.prompt(entry, where).tokens)
         if written < min(len(whole), target.context):
             texts.append(Text(whole[: target.context], written))
     return texts
+
+
+def _tokens_of(entry: dict[str, object], where: str, target: Target) -> Text:
+    tokens, written = entry["tokens"], entry.get("written")
+    if not isinstance(tokens, list) or not all(isinstance(token, int) and token >= 0 for token in tokens):
+        raise BadConfig(f"{where}: tokens are no list of numbers")
+    if not isinstance(written, int) or not 0 < written < len(tokens) <= target.context:
+        raise BadConfig(f"{where}: an answer from {written} on does not lie in 1 … {len(tokens)}, or not in --context")
+    return Text(tuple(tokens), written)
 
 
 # 2. Features
@@ -269,7 +282,7 @@ def make_drafter(target: Target, spec: DrafterSpec, dice: torch.Generator) -> Dr
 
 
 def train(drafter: Drafter, corpus: Corpus, options: argparse.Namespace, dice: torch.Generator) -> list[Row]:
-    """The first texts, one in fifty, are only looked at."""
+    """The first texts, one in fifty, are only looked at; the weights that do best on them are those that stay."""
     texts, device = len(corpus.first), corpus.first.device
     apart = min(64, 1 + texts // 50)
     if texts - apart < options.texts:
@@ -277,6 +290,7 @@ def train(drafter: Drafter, corpus: Corpus, options: argparse.Namespace, dice: t
     unseen = draw_blocks(corpus, torch.arange(apart, device=device), options.blocks, drafter.spec.block, dice)
     weights, optimisers = list(drafter.weights.values()), make_optimisers(drafter)
     began, curve, step, done = time.monotonic(), list[Row](), 0, 0.0
+    best, kept = 0.0, [weight.detach().clone() for weight in weights]
     while done < 1:
         for optimiser in optimisers:
             optimiser.param_groups[0]["lr"] = options.rate * rate_at(done)
@@ -295,7 +309,13 @@ def train(drafter: Drafter, corpus: Corpus, options: argparse.Namespace, dice: t
                 other = drafter.learn(unseen, options.decay)
             numbers = step, seconds, *(each.item() for each in (loss, length, *other))
             curve.append(dict(zip(CURVE, numbers, strict=True)))
+            if curve[-1]["unseen length"] > best:
+                best, kept = curve[-1]["unseen length"], [weight.detach().clone() for weight in weights]
             print("  ".join(f"{name} {value:.4g}" for name, value in curve[-1].items()), flush=True)
+    if options.keep == "best":
+        with torch.no_grad():
+            for weight, value in zip(weights, kept, strict=True):
+                weight.copy_(value)
     return curve
 
 
@@ -341,7 +361,7 @@ def main() -> None:
     options = parse()
     dice, target = torch.Generator().manual_seed(0), target_of(options)
     spec = make_spec(target, options)
-    held_out = list(target.prompts(options.held_out, options.longest))
+    held_out = list(target.prompts(options.held_out, options.longest)) if options.held_out else []
     prompts = target.prompts(options.prompts, options.longest)
     texts = write_texts(target, prompts, options.write, options.longest)
     print(f"{len(texts)} texts, {sum(len(text.tokens) - text.written for text in texts)} tokens written", flush=True)
@@ -351,16 +371,17 @@ def main() -> None:
     drafter = make_drafter(target, spec, dice)
     curve = train(drafter, corpus, options, dice)
     save(drafter, options.out, target.model.spec.layers)
-    rows = evaluate(target, options.out, held_out, options.longest)
+    rows = evaluate(target, options.out, held_out, options.longest) if held_out else {}
     (options.out / "training.json").write_text(json.dumps({"curve": curve, "rows": rows}))
-    (options.out / "table.md").write_text(table(rows) + "\n")
-    print(table(rows))
+    if rows:
+        (options.out / "table.md").write_text(table(rows) + "\n")
+        print(table(rows))
 
 
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--held-out", type=Path, required=True, help="JSON lines, for the table at the end")
+    add("--held-out", type=Path, help="JSON lines, for the table at the end; without it none is made")
     add("--out", type=Path, required=True, help="the folder to write")
     add("--text", type=Path, help="JSON lines with answers, to learn from as they stand, beside what the target writes")
     add("--store", type=Path, help="a file for features; without it they stay in the device's memory")
@@ -378,6 +399,7 @@ def parse() -> argparse.Namespace:
     add("--texts", type=int, default=8, help="of one step")
     add("--blocks", type=int, default=16, help="of each text in a step")
     add("--rate", type=float, default=2e-3, help="of learning, at most")
+    add("--keep", choices=("best", "last"), default="best", help="the weights that do best on other texts, or the last")
     add("--decay", type=float, default=4.0, help="rows after which a row weighs 1/e")
     return parser.parse_args()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -15,9 +16,10 @@ import train_drafter
 from measure_drafter import Target
 from support.drafter_files import random_weights
 from support.forked import run_forked
-from train_drafter import Corpus, Drafter, draw_blocks, given_texts
+from train_drafter import Corpus, Drafter, Text, draw_blocks, given_texts, train
 
 from rekindle.build import open_model
+from rekindle.errors import BadConfig
 from rekindle.speculative import naive
 from rekindle.speculative.files import open_drafter
 from rekindle.speculative.spec import DrafterSpec, DraftLayer
@@ -34,7 +36,7 @@ def prompts_file(folder: Path, *more: Any) -> Path:
     return path
 
 
-SIZES = "--layers 2 --heads 4 --kv-heads 2 --head-dim 32 --block 6 --taps 1,4,6 --texts 6 --blocks 12"
+SIZES = "--layers 2 --heads 4 --kv-heads 2 --head-dim 32 --block 6 --taps 1,4,6 --texts 6 --blocks 12 --keep last"
 TIMES = "--write 600 --train 600 --longest 40 --context 256 --sequences 4 --threads 1"
 
 
@@ -145,6 +147,43 @@ def test_answers_of_given_conversations_are_learnt_too(golden: Path, tmp_path: P
         assert [text.written <= len(prompt) for text in texts] == [True] and len(texts[0].tokens) <= context
     whole = model.tokenizer.decode(given_texts(Target(model, "cpu", 64, 4), path)[0].tokens, skip_control=False)
     assert "Because it rains.<|im_end|>" in whole
+
+
+def test_texts_may_come_as_tokens(golden: Path, tmp_path: Path) -> None:
+    path, target = tmp_path / "given.jsonl", Target(open_model(golden / "tiny-qwen35-f16.gguf"), "cpu", 16, 1)
+    path.write_text('{"tokens": [5, 6, 7], "written": 2}\n')
+    assert given_texts(target, path) == [Text((5, 6, 7), 2)]
+    for line in (
+        '{"tokens": [5, 6], "written": 2}',
+        '{"tokens": "5", "written": 1}',
+        '{"tokens": [5, -6], "written": 1}',
+    ):
+        path.write_text(f'{{"tokens": {given}}}')
+        with pytest.raises(BadConfig, match="line 1: "):
+            given_texts(target, path)
+
+
+def test_the_weights_that_do_best_on_other_texts_stay() -> None:
+    """Of two texts the first is only looked at: what is learnt of the second makes it worse."""
+    spec = DrafterSpec(
+        hidden=32, heads=4, kv_heads=2, head_dim=16, width=48, vocab=50, layers=(DraftLayer(None, False),),
+        block=4, mask=49, taps=(0,), rope_theta=1e6, eps=1e-6,
+    )  # fmt: skip
+    dice = torch.Generator().manual_seed(2)
+    embedding = torch.randn(50, 32, generator=dice)
+    weights = {name: value.clone().requires_grad_() for name, value in random_weights(spec).items()}
+    edges = [torch.tensor(each) for each in ([0, 30], [5, 35], [30, 60])]
+    corpus = Corpus(torch.randint(0, 49, (60,), generator=dice), torch.randn(60, 32, generator=dice), *edges)
+    options = argparse.Namespace(texts=1, blocks=8, rate=1e-2, train=1e9, steps=60, decay=4.0, keep="best")
+    drafter = Drafter(spec, weights, embedding, embedding)
+    curve = train(drafter, corpus, options, torch.Generator().manual_seed(3))
+    looked_at = draw_blocks(corpus, torch.arange(1), 8, spec.block, torch.Generator().manual_seed(3))
+    lengths = [row["unseen length"] for row in curve]
+    with torch.no_grad():
+        loss, length = drafter.learn(looked_at, 4.0)
+    first_best = curve[lengths.index(max(lengths))]
+    assert (float(length), float(loss)) == (first_best["unseen length"], first_best["unseen loss"])
+    assert first_best is not curve[-1]
 
 
 def test_a_drafter_is_measured_by_itself(trained: Path, golden: Path, tmp_path: Path) -> None:
