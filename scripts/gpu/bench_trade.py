@@ -120,7 +120,11 @@ class Bench:
         self.stage.close(1)
         usual = spent[len(spent) // 20 :]  # the first steps record what they run
         longest = max(*usual, *short) / statistics.median(usual)
-        return {"steps": len(spent), "longest over median": longest, "seconds until short is fast": back}
+        slow = sorted(enumerate([*spent, *short]), key=lambda each: -each[1])[:6]
+        return {
+            "steps": len(spent), "longest over median": longest, "seconds until short is fast": back,
+            "slowest, ms": {number: round(seconds * 1e3, 1) for number, seconds in slow},
+        }  # fmt: skip
 
 
 def plan_of(file: WeightFile, budget: float, pool: int | None, ranked: bool) -> Plan:
