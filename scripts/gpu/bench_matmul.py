@@ -263,7 +263,7 @@ def cases() -> Iterator[Callable[[], Case]]:
     yield part(products_case, *GATE_UP, 1, paired=True)
     for shape in (DOWN_4, DOWN_6, OUT_27B, ATTENTION, HEAD, OUT_35B):
         yield part(products_case, *shape, 1)
-    thirds = stream_k.UP_TO_32  # of a multiprocessor; timed up to 16 rows for gate and up only
+    thirds = stream_k.BY_TILES[4]  # of a multiprocessor; timed up to 16 rows for gate and up only
     yield part(products_case, *GATE_UP, 16, paired=True)
     for shape in (DOWN_4, DOWN_6, DELTA, OUT_27B, ATTENTION, HEAD):
         yield part(products_case, *shape, 16, thirds)
@@ -345,8 +345,8 @@ def mixed_types() -> str | None:
     for by, rows, config in (
         (tensor_core, 1, FewConfig(4, 0, False)), (tensor_core, 1, FewConfig(8, 0, False)),
         (tensor_core, 5, FewConfig(4, 1, True)),
-        (tensor_core, 12, FewConfig(4, 2, False, 2)), (stream_k, 9, stream_k.UP_TO_16),
-        (stream_k, 27, stream_k.UP_TO_32),
+        (tensor_core, 12, FewConfig(4, 2, False, 2)), (stream_k, 9, stream_k.BY_TILES[2]),
+        (stream_k, 27, stream_k.BY_TILES[4]),
     ):  # fmt: skip
         x = torch.randn(rows, 2304, device=CUDA, dtype=BF16)
         outs = by.multiply(x, parts, config)

@@ -47,8 +47,14 @@ def table_of_products() -> str:
         spans = ranges(lambda rows, size=(width, columns): products.choose(rows, *size, tensor_cores=True))
         lines += [line(f"tensor cores, {width} × {columns}", *span) for span in spans]
     lines += [line("otherwise", *span) for span in ranges(lambda rows: products.choose(rows, 4096, 4096, False))]
-    for name, tensor_cores in (("silu(gate) · up, tensor cores", True), ("silu(gate) · up, otherwise", False)):
-        spans = ranges(lambda rows, has=tensor_cores: products.choose_swiglu(rows, True, has) or "two products")
+    for name, *size, has in (
+        ("gated, tensor cores, 8192 × 2048", 8192, 2048, True),
+        ("gated, tensor cores, 16384 × 4096", 16384, 4096, True),
+        ("gated, otherwise", 4096, 4096, False),
+    ):
+        spans = ranges(
+            lambda rows, size=size, has=has: products.choose_swiglu(rows, *size, True, has) or "two products"
+        )
         lines += [line(name, *span) for span in spans]
     return "\n".join(lines)
 
@@ -78,7 +84,9 @@ def test_the_types_that_the_tensor_core_kernels_read_are_those_of_the_map() -> N
 
 
 def test_no_two_types_share_a_launch_of_gate_and_up() -> None:
-    assert {products.choose_swiglu(rows, False, has) for rows in (1, 8, 9, 33, 128) for has in (True, False)} == {None}
+    assert {
+        products.choose_swiglu(rows, 16384, 4096, False, has) for rows in (1, 8, 9, 33, 128) for has in (True, False)
+    } == {None}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ writes and which is captured, restored and rewound. The block is registered unde
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -57,6 +57,16 @@ class LayerState(ABC):
         """Go to the state after where[1] rows of the last rewindable batch of slot where[0]. `where` is int32 [2] on
         the device, and the host does not read it: a recorded rewind serves every slot."""
         raise NotImplementedError(f"{type(self).__name__} logs no rows")
+
+    @classmethod
+    def rewinder(cls, states: Sequence[Any]) -> Callable[[Tensor], None]:
+        """`rewind` of several layers of this kind; it is asked for anew when there is room for longer blocks."""
+
+        def rewind(where: Tensor) -> None:
+            for state in states:
+                state.rewind(where)
+
+        return rewind
 
 
 class SlotState(LayerState):

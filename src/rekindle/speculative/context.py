@@ -378,6 +378,20 @@ class DrafterContext(RingContext):
             return super()._to_settle(asks)
         return [ask.slot for ask in asks if self._known[ask.slot].waiting_rows > self._recorded.rows]
 
+    def _settle(self, slots: Sequence[int]) -> None:
+        """As many features as wait while a drafter rests go through the recorded pass; a chunk's are worth launches of
+        their own."""
+        recorded, most = self._recorded, WAITING + self._longest
+        for slot in slots if recorded is not None else ():
+            known = self._known[slot]
+            if known.waiting and known.waiting_rows <= most:
+                taps = [torch.cat(tap) for tap in zip(*known.waiting, strict=True)]
+                with self._on_device():
+                    recorded.settle(slot, known.settled, tuple(taps[i] for i in self._order))
+                known.settled = known.stop
+                known.waiting.clear()
+        super()._settle(slots)
+
     def _draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         most = [min(ask.most, self._longest) for ask in asks]
         found = self._draft_recorded(asks) if self._recorded is not None else self._draft_eagerly(asks, max(most))

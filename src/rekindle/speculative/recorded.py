@@ -38,17 +38,37 @@ class RecordedPass:
         self._numbers = torch.zeros(5, self.blocks, dtype=torch.int64, device=device)
         self._found: dict[int, Tensor] = {}  # by blocks of the pass: what the last one proposed …
         self._passes: dict[int, Callable[[], None]] = {}  # … and how it is run again
+        self._settle: Callable[[], None] | None = None
 
     def make_ready(self) -> None:
         self._fill((), ())
+        self._settle = self._record(partial(self._run_settle, self.blocks))
         for blocks in {1, self.blocks}:
             self._passes[blocks] = self._record(partial(self._run, blocks))
 
-    def _run(self, blocks: int) -> None:
+    def _run_settle(self, blocks: int) -> DraftBlocks:
         *numbers, waiting = self._numbers[:, :blocks]
         given = DraftBlocks(*numbers)
         self._model.settle([tap[: blocks * self.rows] for tap in self._features], given, waiting, self._rings)
+        return given
+
+    def _run(self, blocks: int) -> None:
+        given = self._run_settle(blocks)
         self._found[blocks] = self._model.propose(given, self._rings, self.rows - 1)
+
+    def settle(self, slot: int, start: int, waiting: tuple[Tensor, ...]) -> None:
+        """Features of the positions from `start` on become K and V: for more rows than a pass takes in."""
+        if self._settle is None:
+            self.make_ready()
+        assert self._settle is not None, "it was just recorded"
+        pieces = [
+            (at, tuple(tap[at : at + self.rows] for tap in waiting)) for at in range(0, len(waiting[0]), self.rows)
+        ]
+        for first in range(0, len(pieces), self.blocks):
+            group = pieces[first : first + self.blocks]
+            self._fill([(0, start + at + len(rows[0]), slot, 0) for at, rows in group], [[rows] for _, rows in group])
+            self._settle()
+            self._copied()
 
     def run(
         self, asks: Sequence[Ask], starts: Sequence[int], waiting: Sequence[Sequence[tuple[Tensor, ...]]]
@@ -66,7 +86,7 @@ class RecordedPass:
     def _fill(
         self, numbers: Sequence[tuple[int, int, int, int]], waiting: Sequence[Sequence[tuple[Tensor, ...]]]
     ) -> None:
-        """Nobody reads the host's numbers of the last pass any more: its tokens have come back."""
+        """Nobody reads the host's numbers of the last pass any more: its tokens have come back, or it was waited for."""
         padding = [(0, 0, self._scratch_slot, 0, 0)] * (self.blocks - len(numbers))
         counts = [sum(len(rows[0]) for rows in its) for its in waiting]
         filled = [(*its, count) for its, count in zip(numbers, counts, strict=True)]
@@ -78,3 +98,8 @@ class RecordedPass:
                 for tap, buffer in zip(rows, self._features, strict=True):
                     buffer[at : at + len(tap)].copy_(tap, non_blocking=True)
                 at += len(rows[0])
+
+    def _copied(self) -> None:
+        """The host's numbers have come to the device."""
+        if self._host.is_pinned():
+            torch.cuda.current_stream(self._numbers.device).synchronize()

@@ -5,7 +5,7 @@ It loops over the layers and knows no kind. All of it runs on the device of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,6 +25,7 @@ class SpanState:
         }
         self._span = span
         self._block_rows = 0  # of a rewindable block that there is room for
+        self._rewinders = list[Callable[[torch.Tensor], None]]()  # of every kind of layer that logs rows
         self._prepared: dict[int, tuple[int, dict[int, Part]]] = {}  # by slot: position and parts to be restored
 
     def clear(self, slot: int) -> None:
@@ -90,13 +91,15 @@ class SpanState:
         if rows <= self._block_rows:
             return False
         self._block_rows = round_up(rows)
+        kinds: dict[type[LayerState], list[LayerState]] = {}
         for state in self.layers.values():
             if state.logs_rows:
                 state.make_room(self._block_rows, dtype)
+                kinds.setdefault(type(state), []).append(state)
+        self._rewinders = [kind.rewinder(states) for kind, states in kinds.items()]
         return True
 
     def rewind(self, where: torch.Tensor) -> None:
         """where: int32 [2] on the device, a slot and the rows of its last block that stay. Pages are cut apart."""
-        for state in self.layers.values():
-            if state.logs_rows:
-                state.rewind(where)
+        for rewind in self._rewinders:
+            rewind(where)

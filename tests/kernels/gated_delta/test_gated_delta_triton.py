@@ -9,7 +9,7 @@ import torch
 
 from rekindle.kernels.conv import naive as conv
 from rekindle.kernels.conv import triton as conv_triton
-from rekindle.kernels.gated_delta import RewindLog, naive, triton
+from rekindle.kernels.gated_delta import RewindLog, naive, replay_of, triton
 from rekindle.kernels.gated_delta import rows as row_kernels
 from rekindle.kernels.gated_delta import step as step_kernel
 from rekindle.kernels.norm import naive as norm
@@ -189,8 +189,12 @@ def test_replayed_rows_rebuild_state_and_window_bit_for_bit(make_ragged, spec, d
     kernels = row_kernels, conv_triton
     _block(spec, inputs, states, windows, make_ragged([(1, 3, 5), (0, 0, 2)]), kept, kernels)
     after = states.clone(), windows.clone()
+    # A second layer, whose block was another: both go back in one launch, each by its own log.
+    other, more = RewindLog.zeros(spec, 2, 6, torch.device("cpu"), dtype), (befores[0].clone(), befores[1].clone())
+    _block(spec, inputs, *more, make_ragged([(1, 3, 5), (0, 0, 2)]), other, kernels)
+    other.states.mul_(2)
     for count in range(6):
-        row_kernels.replay_rows(kept, torch.tensor([1, count], dtype=torch.int32), states, windows)
+        replay_of([kept, other], [states, more[0]], [windows, more[1]])(torch.tensor([1, count], dtype=torch.int32))
         one, window = (x.clone() for x in befores)
         if count:  # as a shorter block would have left it
             part = tuple(x[:count] if x.ndim > 1 else x for x in inputs)
@@ -198,6 +202,8 @@ def test_replayed_rows_rebuild_state_and_window_bit_for_bit(make_ragged, spec, d
             _block(spec, part, one, window, make_ragged([(1, 3, count)]), spare, kernels)
         assert torch.equal(states[1], one[1])
         assert torch.equal(windows[1], window[1])
+        assert torch.equal(more[1][1], window[1])
+        assert torch.equal(more[0][1], other.states[1]) is (count == 0)
     assert torch.equal(states, after[0])
     assert torch.equal(windows, after[1])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor
 
 from rekindle.kernels.conv import conv_silu
@@ -104,13 +106,21 @@ def replay_rows(log: RewindLog, where: Tensor, states: Tensor, windows: Tensor) 
     the rows that kept them made them. where: int32 [2], slot and count.
     """
     if states.is_cuda:
-        from rekindle.kernels.gated_delta import rows
-
-        rows.replay_rows(log, where, states, windows)
+        replay_of([log], [states], [windows])(where)
     elif cpu.reads(states, windows.shape[1] + 1):
         cpu.replay_rows(log, where, states, windows)
     else:
         naive.replay_rows(log, where, states, windows)
 
 
-__all__ = ["RewindLog", "gated_delta", "gated_delta_rows", "gated_delta_step", "replay_rows"]
+def replay_of(
+    logs: Sequence[RewindLog], states: Sequence[Tensor], windows: Sequence[Tensor]
+) -> Callable[[Tensor], None]:
+    """`replay_rows` of layers that are alike, on a GPU: all in one launch, which can be recorded."""
+    from rekindle.kernels.gated_delta import rows
+
+    addresses = rows.replay_addresses(logs, states, windows)
+    return lambda where: rows.replay_rows(addresses, logs[0], where, states[0], windows[0])
+
+
+__all__ = ["RewindLog", "gated_delta", "gated_delta_rows", "gated_delta_step", "replay_of", "replay_rows"]

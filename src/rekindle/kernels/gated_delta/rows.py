@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -130,20 +132,30 @@ def _rows_kernel(
     tl.store(states + at, state)
 
 
-def replay_rows(log: RewindLog, where: Tensor, states: Tensor, windows: Tensor) -> None:
+def replay_addresses(logs: Sequence[RewindLog], states: Sequence[Tensor], windows: Sequence[Tensor]) -> Tensor:
+    """Of layers that are alike, for `replay_rows`: int64 [layers, 8] on their device. Whoever holds it holds them."""
+    device = states[0].device
+    assert all(tensor.is_contiguous() for tensor in (*states, *windows)), "states and windows are dense"
+    places = [
+        [tensor.data_ptr() for tensor in (log.states, log.k, log.delta, log.g, state, log.windows, log.inputs, window)]
+        for log, state, window in zip(logs, states, windows, strict=True)
+    ]
+    return torch.tensor(places, dtype=torch.int64, device=device)
+
+
+def replay_rows(addresses: Tensor, log: RewindLog, where: Tensor, states: Tensor, windows: Tensor) -> None:
+    """All layers in one launch each for states and windows; log, states, windows: of any one of them."""
     _, heads, dk, dv = states.shape
-    assert all((states.is_contiguous(), windows.is_contiguous())), "states and windows are dense"
-    columns = min(ROWS[0], dv)
-    _replay_kernel[(dv // columns, heads)](
-        log.states, log.k, log.delta, log.g, where, states, log.rows,
+    columns, layers = min(ROWS[0], dv), len(addresses)
+    _replay_kernel[(dv // columns, heads, layers)](
+        addresses, where, log.rows,
         KEY_HEADS=log.k.shape[2], VALUE_HEADS=heads, DK=dk, DV=dv, COLUMNS=columns, num_warps=ROWS[1],
         **pdl_arguments(states.device),
     )  # fmt: skip
     _, rows, channels = windows.shape
-    _window_kernel[(triton.cdiv(channels, 256), rows)](
-        log.windows, log.inputs, where, windows, log.rows, channels, BLOCK=256, num_warps=2,
-        **pdl_arguments(states.device),
-    )  # fmt: skip
+    _window_kernel[(triton.cdiv(channels, 256), rows, layers)](
+        addresses, log.inputs, where, log.rows, channels, BLOCK=256, num_warps=2, **pdl_arguments(states.device)
+    )
 
 
 # Going back reads what the block wrote, and `where` was copied since by a plain launch: so both kernels read before the
@@ -152,13 +164,15 @@ def replay_rows(log: RewindLog, where: Tensor, states: Tensor, windows: Tensor) 
 
 @triton.jit(do_not_specialize=["log_rows"])
 def _replay_kernel(
-    log_states, log_k, log_delta, log_g, where, states, log_rows,
+    addresses, where, log_rows,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     head = tl.program_id(1)
+    log_states, log_k = _tensor_at(addresses, 0), _tensor_at(addresses, 1)
+    log_delta, log_g, states = _tensor_at(addresses, 2), _tensor_at(addresses, 3), _tensor_at(addresses, 4)
     slot, count = tl.load(where).to(tl.int64), tl.load(where + 1)
     i = tl.arange(0, DK)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -174,13 +188,23 @@ def _replay_kernel(
     tl.store(states + at, state)
 
 
+@triton.jit
+def _tensor_at(addresses, number):
+    """A float32 tensor of this program's layer."""
+    address = tl.load(addresses + tl.program_id(2) * 8 + number)
+    return tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+
+
 @triton.jit(do_not_specialize=["log_rows"])
 def _window_kernel(
-    log_windows, log_inputs, where, windows, log_rows, channels, BLOCK: tl.constexpr, PDL: tl.constexpr
+    addresses, like_inputs, where, log_rows, channels, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Row i of the window is row count + i of [window before the block ‖ its rows]."""
+    """Row i of the window is row count + i of [window before the block ‖ its rows]. like_inputs: has their type."""
     if PDL:
         gdc_launch_dependents()
+    log_windows, windows = _tensor_at(addresses, 5), _tensor_at(addresses, 7)
+    address = tl.load(addresses + tl.program_id(2) * 8 + 6)
+    log_inputs = tl.multiple_of(address.to(tl.pointer_type(like_inputs.dtype.element_ty)), 16)
     width = tl.num_programs(1)
     slot, count = tl.load(where).to(tl.int64), tl.load(where + 1)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

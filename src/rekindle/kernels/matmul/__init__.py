@@ -3,7 +3,8 @@
 On a CPU the kernels in C (`native/products.c`) multiply weights as they are stored, by way of `cpu`; without a compiler
 torch multiplies expanded values. On a GPU the types of `packing` stay quantised, in planes, and `triton.choose` picks
 a kernel, here by the file that holds it. "Tensor cores": bfloat16 rows through Q4_K, Q5_K or Q6_K on NVIDIA's cards
-from Ampere on, 16 outputs or more (`triton.uses_tensor_cores`). Sizes are outputs × columns of a launch.
+from Ampere on, 16 outputs or more (`triton.uses_tensor_cores`). Sizes are outputs × columns of a launch. "Gated":
+silu(gate x) · (up x), in one launch.
 
     weight                            rows of x   kernel
     tensor cores, 4096 × 4096         1           gemv
@@ -14,23 +15,24 @@ from Ampere on, 16 outputs or more (`triton.uses_tensor_cores`). Sizes are outpu
     tensor cores, 8192 × 2048         17-32       fragments
     tensor cores, 8192 × 2048         33-         expand
     tensor cores, 16384 × 4096        1           gemv
-    tensor cores, 16384 × 4096        2-8         tensor_core
-    tensor cores, 16384 × 4096        9-32        stream_k
+    tensor cores, 16384 × 4096        2-32        stream_k
     tensor cores, 16384 × 4096        33-         expand
     tensor cores, 151936 × 2048       1           gemv
-    tensor cores, 151936 × 2048       2-8         fragments
-    tensor cores, 151936 × 2048       9-32        stream_k
+    tensor cores, 151936 × 2048       2-32        stream_k
     tensor cores, 151936 × 2048       33-         expand
     otherwise                         1           scalar_gemv
     otherwise                         2-127       tiled
     otherwise                         128-        expand
-    silu(gate) · up, tensor cores     1           gemv
-    silu(gate) · up, tensor cores     2-8         tensor_core
-    silu(gate) · up, tensor cores     9-32        stream_k
-    silu(gate) · up, tensor cores     33-         two products
-    silu(gate) · up, otherwise        1           scalar_gemv
-    silu(gate) · up, otherwise        2-127       tiled
-    silu(gate) · up, otherwise        128-        two products
+    gated, tensor cores, 8192 × 2048  1           gemv
+    gated, tensor cores, 8192 × 2048  2-8         tensor_core
+    gated, tensor cores, 8192 × 2048  9-32        stream_k
+    gated, tensor cores, 8192 × 2048  33-         two products
+    gated, tensor cores, 16384 × 4096 1           gemv
+    gated, tensor cores, 16384 × 4096 2-32        stream_k
+    gated, tensor cores, 16384 × 4096 33-         two products
+    gated, otherwise                  1           scalar_gemv
+    gated, otherwise                  2-127       tiled
+    gated, otherwise                  128-        two products
 
 Weights kept as values on a GPU go through the vendor's library (`dense`); float32 rows through 16-bit values take
 `scalar_gemv` for one row and `split_fp32` for more.

@@ -1,4 +1,4 @@
-"""Stream-K: nine to FEW_ROWS rows through large grouped planes in NVIDIA's tensor cores, x in `fragments` order.
+"""Stream-K: two to FEW_ROWS rows through large grouped planes in NVIDIA's tensor cores, x in `fragments` order.
 
 The warps of a program stand along the outputs, so that they read the same x. As many programs run as the card holds at
 once, each with an equal share of the work, counted in units: a block of outputs by one group of columns. Where a share
@@ -38,7 +38,7 @@ from rekindle.kernels.matmul.tiles import bits_of, has_minimum
 from rekindle.kernels.matmul.types import Packed
 
 REGISTERS = 65536  # of a multiprocessor
-LEAST_ROWS = 9
+LEAST_ROWS = 2
 LEAST = 7 << 22  # values of a launch: a small one has no time to share
 
 
@@ -59,8 +59,8 @@ def pays(rows: int, values: int) -> bool:
     return rows >= LEAST_ROWS and values >= LEAST
 
 
-UP_TO_16 = StreamKShape(8, 2)  # the fastest of those timed on an H200 (docs/LOG.md)
-UP_TO_32 = StreamKShape(4, 3)
+# By n-tiles, each of eight rows of x: the fastest of those timed on an H200 (docs/LOG.md).
+BY_TILES = {1: StreamKShape(4, 4), 2: StreamKShape(8, 2), 4: StreamKShape(4, 3)}
 
 
 # ---- loads --------------------------------------------------------------------------------------------------------
@@ -488,7 +488,7 @@ def _gated_stream_k_kernel(
 
 
 def shape_for(fragments: Fragments) -> StreamKShape:
-    return UP_TO_16 if fragments.n_tiles <= 2 else UP_TO_32
+    return BY_TILES[fragments.n_tiles]
 
 
 def multiply(x: Tensor, weights: Sequence[Packed | Tensor], shape: StreamKShape | None = None) -> list[Tensor]:

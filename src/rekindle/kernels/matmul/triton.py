@@ -51,15 +51,18 @@ def choose(rows: int, width: int, columns: int, tensor_cores: bool) -> Kernel:
     return Kernel.FRAGMENTS if fragments.pays(rows, width) else Kernel.TENSOR_CORE
 
 
-def choose_swiglu(rows: int, alike: bool, tensor_cores: bool) -> Kernel | None:
-    """For silu(gate x) · (up x) in one launch; None: two products, then `silu_mul`. alike: both are of one type."""
+def choose_swiglu(rows: int, width: int, columns: int, alike: bool, tensor_cores: bool) -> Kernel | None:
+    """For silu(gate x) · (up x), `width` outputs of both together, in one launch; None: two products, then `silu_mul`.
+    alike: both are of one type."""
     if not alike:
         return None
     if not tensor_cores:
         return Kernel.SCALAR_GEMV if rows == 1 else Kernel.TILED if rows < MANY_ROWS else None
     if rows == 1:
         return Kernel.GEMV
-    return None if not few(rows) else Kernel.STREAM_K if rows >= stream_k.LEAST_ROWS else Kernel.TENSOR_CORE
+    if not few(rows):
+        return None
+    return Kernel.STREAM_K if rows > 8 or stream_k.pays(rows, width * columns) else Kernel.TENSOR_CORE
 
 
 def multiply(x: Tensor, weight: Packed, prefetch: Matrix | None = None) -> Tensor:
@@ -131,7 +134,8 @@ def _planes_to_come(x: Tensor, prefetch: Matrix | None) -> Packed | None:
 
 def swiglu(x: Tensor, gate: Packed, up: Packed, prefetch: Matrix | None = None) -> Tensor:
     """silu(gate x) · (up x), [rows, width] in x.dtype."""
-    kernel = choose_swiglu(x.shape[0], gate.type == up.type, uses_tensor_cores(x, gate))
+    width, alike = gate.rows + up.rows, gate.type == up.type
+    kernel = choose_swiglu(x.shape[0], width, gate.columns, alike, uses_tensor_cores(x, gate))
     if kernel is Kernel.GEMV:
         return tensor_core.swiglu(x, gate, up, prefetch=_planes_to_come(x, prefetch))
     if kernel is Kernel.TENSOR_CORE:
