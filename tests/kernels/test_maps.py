@@ -84,9 +84,8 @@ def test_the_types_that_the_tensor_core_kernels_read_are_those_of_the_map() -> N
 
 
 def test_no_two_types_share_a_launch_of_gate_and_up() -> None:
-    assert {
-        products.choose_swiglu(rows, 16384, 4096, False, has) for rows in (1, 8, 9, 33, 128) for has in (True, False)
-    } == {None}
+    cases = [(rows, has) for rows in (1, 8, 9, 33, 128) for has in (True, False)]
+    assert {products.choose_swiglu(rows, 16384, 4096, False, has) for rows, has in cases} == {None}
 
 
 @pytest.mark.parametrize(

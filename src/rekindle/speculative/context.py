@@ -381,16 +381,19 @@ class DrafterContext(RingContext):
     def _settle(self, slots: Sequence[int]) -> None:
         """As many features as wait while a drafter rests go through the recorded pass; a chunk's are worth launches of
         their own."""
-        recorded, most = self._recorded, WAITING + self._longest
-        for slot in slots if recorded is not None else ():
-            known = self._known[slot]
-            if known.waiting and known.waiting_rows <= most:
-                taps = [torch.cat(tap) for tap in zip(*known.waiting, strict=True)]
-                with self._on_device():
-                    recorded.settle(slot, known.settled, tuple(taps[i] for i in self._order))
-                known.settled = known.stop
-                known.waiting.clear()
+        if self._recorded is not None:
+            for slot in slots:
+                if 0 < self._known[slot].waiting_rows <= WAITING + self._longest:
+                    self._settle_recorded(self._recorded, slot)
         super()._settle(slots)
+
+    def _settle_recorded(self, recorded: RecordedPass, slot: int) -> None:
+        known = self._known[slot]
+        taps = [torch.cat(tap) for tap in zip(*known.waiting, strict=True)]
+        with self._on_device():
+            recorded.settle(slot, known.settled, tuple(taps[i] for i in self._order))
+        known.settled = known.stop
+        known.waiting.clear()
 
     def _draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         most = [min(ask.most, self._longest) for ask in asks]

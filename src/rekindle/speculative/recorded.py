@@ -17,6 +17,7 @@ from rekindle.batch import Ask
 from rekindle.speculative.dflash import Dflash, DraftBlocks
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # a step -> how it is run again
+BUFFERS = 4  # of the host's numbers
 FEW_ROWS = 32  # up to which products read quantised weights as they are
 
 
@@ -29,69 +30,73 @@ class RecordedPass:
         self._rings = rings
         self._scratch_slot = scratch_slot
         self._record = record
-        size, device = self.blocks * self.rows, model.device
-        self._features = [
-            torch.zeros(size, model.spec.hidden, dtype=model.dtype, device=device) for _ in model.spec.taps
-        ]
+        shape, on_gpu = (self.blocks * self.rows, model.spec.hidden), model.device.type == "cuda"
+        self._features = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in model.spec.taps]
         # Of every block: token, position, slot, first position that is known, features that wait.
-        self._host = torch.zeros(5, self.blocks, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._numbers = torch.zeros(5, self.blocks, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(5, self.blocks, dtype=torch.int64, device=model.device)
+        self._host = torch.zeros(BUFFERS, 5, self.blocks, dtype=torch.int64, pin_memory=on_gpu)
+        self._sent = [torch.cuda.Event() for _ in range(BUFFERS)] if on_gpu else []
+        self._turn = 0
         self._found: dict[int, Tensor] = {}  # by blocks of the pass: what the last one proposed …
-        self._passes: dict[int, Callable[[], None]] = {}  # … and how it is run again
-        self._settle: Callable[[], None] | None = None
+        self._passes: dict[int, Callable[[], None]] = {}  # … and how it is run again; 0: features alone
 
     def make_ready(self) -> None:
+        """Record all passes, over padding."""
         self._fill((), ())
-        self._settle = self._record(partial(self._run_settle, self.blocks))
+        self._passes[0] = self._record(partial(self._run_settle, self.blocks))
         for blocks in {1, self.blocks}:
             self._passes[blocks] = self._record(partial(self._run, blocks))
 
-    def _run_settle(self, blocks: int) -> DraftBlocks:
-        *numbers, waiting = self._numbers[:, :blocks]
-        given = DraftBlocks(*numbers)
+    def _run_settle(self, blocks: int) -> None:
+        given, waiting = self._given(blocks)
         self._model.settle([tap[: blocks * self.rows] for tap in self._features], given, waiting, self._rings)
-        return given
 
     def _run(self, blocks: int) -> None:
-        given = self._run_settle(blocks)
-        self._found[blocks] = self._model.propose(given, self._rings, self.rows - 1)
+        self._run_settle(blocks)
+        self._found[blocks] = self._model.propose(self._given(blocks)[0], self._rings, self.rows - 1)
+
+    def _given(self, blocks: int) -> tuple[DraftBlocks, Tensor]:
+        """And how many features of each wait."""
+        *numbers, waiting = self._numbers[:, :blocks]
+        return DraftBlocks(*numbers), waiting
 
     def settle(self, slot: int, start: int, waiting: tuple[Tensor, ...]) -> None:
         """Features of the positions from `start` on become K and V: for more rows than a pass takes in."""
-        if self._settle is None:
-            self.make_ready()
-        assert self._settle is not None, "it was just recorded"
-        pieces = [
-            (at, tuple(tap[at : at + self.rows] for tap in waiting)) for at in range(0, len(waiting[0]), self.rows)
-        ]
+        edges = range(0, len(waiting[0]), self.rows)
+        pieces = [(at, tuple(tap[at : at + self.rows] for tap in waiting)) for at in edges]
         for first in range(0, len(pieces), self.blocks):
             group = pieces[first : first + self.blocks]
-            self._fill([(0, start + at + len(rows[0]), slot, 0) for at, rows in group], [[rows] for _, rows in group])
-            self._settle()
-            self._copied()
+            numbers = [(0, start + at + len(rows[0]), slot, 0) for at, rows in group]
+            self._replay(0, numbers, [[rows] for _, rows in group])
 
     def run(
         self, asks: Sequence[Ask], starts: Sequence[int], waiting: Sequence[Sequence[tuple[Tensor, ...]]]
     ) -> list[list[int]]:
         """waiting: of every ask the features that have not become K and V, in the order of the spec's taps."""
         blocks = 1 if len(asks) == 1 else self.blocks
+        numbers = [(ask.token, ask.position, ask.slot, start) for ask, start in zip(asks, starts, strict=True)]
+        self._replay(blocks, numbers, waiting)
+        found: list[list[int]] = self._found[blocks][: len(asks)].tolist()
+        return found
+
+    def _replay(
+        self,
+        blocks: int,
+        numbers: Sequence[tuple[int, int, int, int]],
+        waiting: Sequence[Sequence[tuple[Tensor, ...]]],
+    ) -> None:
         if not self._passes:
             self.make_ready()
-        self._fill(
-            [(ask.token, ask.position, ask.slot, start) for ask, start in zip(asks, starts, strict=True)], waiting
-        )
+        self._fill(numbers, waiting)
         self._passes[blocks]()
-        return self._found[blocks][: len(asks)].tolist()
 
     def _fill(
         self, numbers: Sequence[tuple[int, int, int, int]], waiting: Sequence[Sequence[tuple[Tensor, ...]]]
     ) -> None:
-        """Nobody reads the host's numbers of the last pass any more: its tokens have come back, or it was waited for."""
         padding = [(0, 0, self._scratch_slot, 0, 0)] * (self.blocks - len(numbers))
         counts = [sum(len(rows[0]) for rows in its) for its in waiting]
         filled = [(*its, count) for its, count in zip(numbers, counts, strict=True)]
-        self._host.copy_(torch.tensor([*filled, *padding]).T)
-        self._numbers.copy_(self._host, non_blocking=True)
+        self._send(torch.tensor([*filled, *padding]).T)
         for number, its in enumerate(waiting):
             at = number * self.rows
             for rows in its:
@@ -99,7 +104,11 @@ class RecordedPass:
                     buffer[at : at + len(tap)].copy_(tap, non_blocking=True)
                 at += len(rows[0])
 
-    def _copied(self) -> None:
-        """The host's numbers have come to the device."""
-        if self._host.is_pinned():
-            torch.cuda.current_stream(self._numbers.device).synchronize()
+    def _send(self, numbers: Tensor) -> None:
+        """By way of pinned buffers in turn, each of which is filled again only when its copy is done."""
+        self._turn = (self._turn + 1) % BUFFERS
+        if self._sent:
+            self._sent[self._turn].synchronize()
+        self._numbers.copy_(self._host[self._turn].copy_(numbers), non_blocking=True)
+        if self._sent:
+            self._sent[self._turn].record()
