@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -63,16 +64,20 @@ def drafter_spec(shape: str, target: ModelSpec) -> DrafterSpec:
 
 
 class RandomDrafter(DrafterFile):
-    """As if it were read from a file: matrices in Q8_0, the rest in float32."""
+    """As if it were read from a file: matrices in BF16, as drafters are published, or in Q8_0; the rest in float32."""
 
-    def __init__(self, spec: DrafterSpec) -> None:
+    def __init__(self, spec: DrafterSpec, kind: str) -> None:
         self.spec = spec
-        self.tensors = {name: _info(name, shape) for name, shape in spec.tensors().items()}
+        self.tensors = {name: _info(name, shape, kind) for name, shape in spec.tensors().items()}
         self._rng = np.random.default_rng(1)
 
     def raw(self, name: str) -> np.ndarray:
         rows, columns = self.tensors[name].shape
-        blocks = self._rng.integers(0, 256, (rows * columns // 32, 34), dtype=np.uint8)
+        dice = self._rng.integers(0, 256, 1 << 22, dtype=np.uint8)
+        if self.tensors[name].type == "BF16":  # sign and fraction are random, the exponent is -6
+            bits = (dice.astype(np.uint16) & 0x80) << 8 | 121 << 7 | dice & 0x7F
+            return np.resize(bits, (rows, columns)).view(np.uint8)
+        blocks = np.resize(dice, (rows * columns // 32, 34))
         blocks[:, :2] = np.array([0.03 / 74], np.float16).view(np.uint8)  # 74: spread of a random int8
         return blocks.reshape(rows, -1)
 
@@ -84,10 +89,11 @@ class RandomDrafter(DrafterFile):
         return "random"
 
 
-def _info(name: str, shape: tuple[int, ...]) -> TensorInfo:
-    matrix = len(shape) == 2
+def _info(name: str, shape: tuple[int, ...], kind: str) -> TensorInfo:
     count = int(np.prod(shape))
-    return TensorInfo(name, shape, "Q8_0" if matrix else "F32", count // 32 * 34 if matrix else 4 * count)
+    if len(shape) != 2:
+        return TensorInfo(name, shape, "F32", 4 * count)
+    return TensorInfo(name, shape, kind, 2 * count if kind == "BF16" else count // 32 * 34)
 
 
 class Scripted:
@@ -96,12 +102,15 @@ class Scripted:
     def __init__(self, drafter: DrafterContext, text: Sequence[int], prompt: int, vocab: int) -> None:
         self._drafter, self._text, self._prompt, self._vocab = drafter, text, prompt, vocab
         self.accept = 0.0  # tokens of a block and the target's own, together
+        self.passes, self.seconds = 0, 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
     def propose(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+        began = time.perf_counter()
         found = self._drafter.propose(asks)
+        self.passes, self.seconds = self.passes + 1, self.seconds + time.perf_counter() - began
         return [self._told(ask.position + 1, len(tokens)) for ask, tokens in zip(asks, found, strict=True)]
 
     def _told(self, start: int, count: int) -> tuple[int, ...]:
@@ -140,6 +149,8 @@ class Run:
     speed: float  # tokens of decode in a second
     per_step: float  # tokens of a block and the target's own
     restored: int
+    passes: int = 0  # of the drafter …
+    pass_ms: float = 0.0  # … and how long each took, until its tokens were known
 
 
 class Bench:
@@ -158,7 +169,8 @@ class Bench:
         rng = np.random.default_rng(0)
         self.text: list[int] = rng.integers(0, self.file.spec.drawable, length + 2).tolist()
         dtype = torch.float32 if cpu else torch.bfloat16
-        made = load_drafter(RandomDrafter(spec), self.file, [self.stage], dtype, self.settings.context)
+        drafter = RandomDrafter(spec, arguments.drafter_type)
+        made = load_drafter(drafter, self.file, [self.stage], dtype, self.settings.context)
         assert isinstance(made, DrafterContext), "it was made from a DFlash spec"
         self.drafter = Scripted(made, self.text, self.prompt, self.file.spec.drawable)
 
@@ -171,9 +183,11 @@ class Bench:
     def runs(self, accepts: Sequence[float], folder: Path | None = None) -> dict[str, Run]:
         found = {}
         for accept in accepts:
-            self.drafter.accept = accept
+            self.drafter.accept, self.drafter.passes, self.drafter.seconds = accept, 0, 0.0
             engine = self.engine(drafts=True, folder=folder)
-            found[f"{accept:g}"] = self.run(engine)
+            run = self.run(engine)
+            each = 1e3 * self.drafter.seconds / max(1, self.drafter.passes)
+            found[f"{accept:g}"] = replace(run, passes=self.drafter.passes, pass_ms=each)
             end(engine)
         return found
 
@@ -219,6 +233,7 @@ def main() -> None:
     parser.add_argument("--accept", type=float, nargs="+", default=[0, 4, 5.5, 8])
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--drafter-type", default="BF16", choices=("BF16", "Q8_0"))
     parser.add_argument("--folder", type=Path, required=True)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -232,10 +247,11 @@ def main() -> None:
         disk = bench.runs(arguments.accept, Path(cache))
     bench.stage.stop()
     print(f"{arguments.shape} on {arguments.device}: plain decode {plain:.1f} tok/s")
-    print("accepted  per step   tok/s  × plain   from disk: per step  × plain")
+    print("accepted  per step   tok/s  × plain  passes, ms each   from disk: per step  × plain")
     for name, run in cold.items():
         again = disk[name]
         print(f"{name:>8} {run.per_step:9.2f} {run.speed:7.1f} {run.speed / plain:8.2f}", end=" ")
+        print(f"{run.passes:7d} {run.pass_ms:8.2f}", end=" ")
         print(f"{again.per_step:21.2f} {again.speed / plain:8.2f}")
     tables = {
         where: {name: _json(run) for name, run in runs.items()} for where, runs in (("cold", cold), ("disk", disk))
@@ -244,7 +260,12 @@ def main() -> None:
 
 
 def _json(run: Run) -> dict[str, float]:
-    return {"speed": round(run.speed, 1), "per_step": round(run.per_step, 2), "restored": run.restored}
+    return {
+        "speed": round(run.speed, 1),
+        "per_step": round(run.per_step, 2),
+        "restored": run.restored,
+        "pass_ms": round(run.pass_ms, 2),
+    }
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from rekindle.speculative.recorded import RecordedPass, Recorder
 IDENTITY = "identity"  # tensor of the part: whose context it is, uint8
 FULL = 4096  # positions that a layer without a window keeps
 WAITING = 64  # rows of features that wait at most before they become K and V
+SETTLED = (WAITING + 16, 129, 2048)  # rows of chunks: on both sides of where some kernel takes another form
 KV_TYPE = torch.bfloat16
 
 
@@ -356,10 +357,14 @@ class DrafterContext(RingContext):
         self._recorded = None if record is None else RecordedPass(model, self._rings, slots, record)
 
     def make_ready(self) -> None:
-        """Record what blocks will need."""
-        if self._recorded is not None:
-            with self._on_device():
-                self._recorded.make_ready()
+        """Record what blocks will need, and run once what a chunk's features go through."""
+        if self._recorded is None:
+            return
+        with self._on_device():
+            self._recorded.make_ready()
+            for rows in SETTLED:
+                like = torch.zeros(rows, self.model.spec.hidden, dtype=self.model.dtype, device=self._device)
+                self.model.context([like] * len(self._order), torch.zeros(rows, dtype=torch.int64, device=self._device))
 
     def _read_rows(
         self, batch: Batch, features: Sequence[Tensor], pending: PendingFeatures | None
