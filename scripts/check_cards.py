@@ -33,6 +33,7 @@ from triton.backends.compiler import GPUTarget
 from rekindle.bench.synth import SHAPES, tensors_of
 from rekindle.kernels.attention import FAR_ROWS, attend_far, attend_partial, attend_whole, sigmoid_gate
 from rekindle.kernels.attention.rows import KV_DTYPES, row_size
+from rekindle.kernels.draft import attend_ring, convolve, store_ring, walk
 from rekindle.kernels.matmul.packing import FORMATS
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import PAGE, AttentionSpec, DeltaSpec, FfnSpec, ModelSpec
@@ -140,6 +141,7 @@ def asked(card: Card, cases: tuple[Case, ...]) -> list[Launch]:
         for case in cases:
             found |= dict.fromkeys(_steps(card, case))
             found |= dict.fromkeys(_away(case))
+            found |= dict.fromkeys(_drafted(case))
     return list(found)
 
 
@@ -172,6 +174,33 @@ def _away(case: Case) -> list[Launch]:
             if rows <= FAR_ROWS:
                 for gate in (None, q):
                     attend_far(q, kv, places, _ragged(rows), 1.0, gate)
+    return list(launches)
+
+
+def _drafted(case: Case) -> list[Launch]:
+    """A drafter's blocks, of one sequence and of two, in the sizes that are published."""
+    dtype = getattr(torch, case.dtype)
+    with DeviceWithoutMemory(), recording() as launches:
+        for blocks in (1, 2):
+            slots, firsts, counts = (torch.empty(blocks, dtype=torch.int64, device="cuda:0") for _ in range(3))
+            q, k, ring = (
+                torch.empty(shape, dtype=kind, device="cuda:0")
+                for shape, kind in (
+                    ((16 * blocks, 32, 128), dtype),
+                    ((16 * blocks, 8, 128), dtype),
+                    ((3, 2, 2047, 8, 128), torch.bfloat16),
+                )
+            )
+            store_ring(ring, k, k, slots, firsts, counts)
+            for window, causal in ((2048, True), (2048, False), (None, False)):
+                attend_ring(q, k, k, ring, slots, firsts, counts, window, causal)
+            x, base, computed = (
+                torch.empty(shape, dtype=dtype, device="cuda:0")
+                for shape in ((8 * blocks, 2048), (2, 2, 2048), (8 * blocks, 512))
+            )
+            convolve(x, base, computed, 0, 8)
+            scores = [torch.empty(blocks, *shape, device="cuda:0") for shape in ((7, 16), (16,), (6, 16, 16))]
+            walk(*scores)
     return list(launches)
 
 

@@ -48,15 +48,15 @@ def attend_ring(
     blocks, (_, heads, dim), kv_heads, places = len(slots), query.shape, ring.shape[3], ring.shape[2]
     rows, shared, splits = len(query) // blocks, heads // kv_heads, triton.cdiv(places, SPLIT) + 1
     query, k, v = query.contiguous(), k.contiguous(), v.contiguous()
-    width = triton.next_power_of_2(dim)
+    width, wide = triton.next_power_of_2(dim), query.dtype == torch.float32  # wide: registers are short
     sums = torch.empty(blocks, kv_heads, splits, rows * shared, width, dtype=torch.float32, device=query.device)
     weights = torch.empty(2, blocks, kv_heads, splits, rows * shared, dtype=torch.float32, device=query.device)
     _attend_kernel[(splits, kv_heads, blocks)](
         query, k, v, ring, slots, starts, stops, sums, weights, places, dim**-0.5,
         ROWS=rows, SHARED=shared, KV_HEADS=kv_heads, DIM=dim, WIDTH=width,
         M=max(16, triton.next_power_of_2(rows * shared)), N=max(16, triton.next_power_of_2(rows)),
-        WINDOW=window or 0, CAUSAL=causal, SPLIT=SPLIT, TILE=TILE,
-        PRECISION=dot_precision(query.device, query.dtype), num_warps=4,
+        WINDOW=window or 0, CAUSAL=causal, SPLIT=SPLIT, TILE=TILE // 2 if wide else TILE,
+        PRECISION=dot_precision(query.device, query.dtype), num_warps=8 if wide else 4,
     )  # fmt: skip
     out = torch.empty_like(query)
     _merge_kernel[(rows * shared, kv_heads, blocks)](
