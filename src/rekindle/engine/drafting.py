@@ -132,9 +132,14 @@ def _count_places(counts: list[int], tokens: int) -> None:
         counts[place] += 1
 
 
-def widest_in_step(width: int) -> int:
-    """A recorded step's rows are rounded up, and its padding costs as much as drafted tokens would."""
-    return min(MOST, round_up(width + 1) - 1) if width else 0
+def filling_step(width: int, extra: Callable[[int], float]) -> int:
+    """As many tokens as fill the rows of a recorded step, since its padding costs as much: of the step that has room
+    for `width`, or of the next smaller one where that saves more than half of the tokens which are then left out."""
+    if not width:
+        return 0
+    more = min(MOST, round_up(width + 1) - 1)
+    fewer = max((size for size in range(1, width + 1) if round_up(size + 1) == size + 1), default=more)
+    return fewer if extra(more) - extra(fewer) > (width - fewer) / 2 else more
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +147,17 @@ class Measures:
     """What an engine has found out about drafting, for all its sequences."""
 
     costs: Costs | None = None  # None: nothing is measured
-    as_cheap: Callable[[int], int] = lambda width: width  # the widest block that costs no more than one of this width
+    recorded: bool = False  # steps are recorded, with their rows rounded up
     purses: dict[str, Purse] = field(default_factory=dict)  # by drafter
     fault: Callable[[], str | None] = lambda: None  # of the pipeline's drafter, from which on it is not asked
 
     def width(self, name: str, with_pass: bool) -> Width:
         """For a new sequence."""
         if self.costs is None:
-            return Width(as_cheap=self.as_cheap)
+            return Width()
         extra: Callable[[int], float] = partial(self.costs.extra, with_pass=with_pass)
-        return Width(extra, self.purses.setdefault(name, Purse()), self.as_cheap)
+        filled = partial(filling_step, extra=extra) if self.recorded else None
+        return Width(extra, self.purses.setdefault(name, Purse()), filled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from rekindle.engine.account import Totals
 from rekindle.engine.admission import Admission
 from rekindle.engine.audit import Auditor
 from rekindle.engine.audit_runs import AuditRuns
-from rekindle.engine.drafting import NO_DRAFTS, Drafts, Measures, Proposer, widest_in_step
+from rekindle.engine.drafting import NO_DRAFTS, Drafts, Measures, Proposer
 from rekindle.engine.endings import Endings
 from rekindle.engine.flight import Flight
 from rekindle.engine.inbox import Inbox
@@ -49,7 +49,7 @@ from rekindle.engine.types import CacheReport, EngineStatus, Request
 from rekindle.kernels.sampling import argmax
 from rekindle.prefix import PrefixCache
 from rekindle.prompt import MOST_OF_A_KIND, Prompt
-from rekindle.speculative.cost import Costs
+from rekindle.speculative.cost import Costs, GpuCosts
 from rekindle.stages import Pipeline
 
 
@@ -63,7 +63,7 @@ class EngineSettings:
     audit: int = 0  # one in this many restores is computed again, cold, and compared; 0 audits nothing
     drawable: int | None = None  # ids below it may be drawn, others are padding; None: the vocabulary is not known
     drafts: Drafts = NO_DRAFTS  # what proposes tokens for the target to verify
-    measure_drafts: bool = False  # on CPUs: blocks are as wide as measured times say that they pay
+    measure_drafts: bool = False  # blocks are as wide as measured times say that they pay
 
 
 class Engine:
@@ -84,9 +84,8 @@ class Engine:
         pace = None if settings.max_gap is None else Pace(settings.max_gap, grid)
         drafter = pipeline.drafter
         chained = drafter is not None and drafter.chained
-        costs = Costs(chained, measured=pipeline.on_cpu) if settings.measure_drafts else None
-        as_cheap = widest_in_step if pipeline.async_steps else int
-        self._measures = Measures(costs, as_cheap, fault=lambda: pipeline.drafter_fault)
+        costs = (Costs if pipeline.on_cpu else GpuCosts)(chained) if settings.measure_drafts else None
+        self._measures = Measures(costs, pipeline.async_steps > 0, fault=lambda: pipeline.drafter_fault)
         proposer = Proposer(pipeline.propose if drafter is not None else None, costs)
         reach = drafter.reach if drafter is not None else 0
         scheduler = Scheduler(

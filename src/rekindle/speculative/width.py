@@ -52,13 +52,13 @@ class Width:
         self,
         extra: Callable[[int], float] = by_rows,
         purse: Purse | None = None,
-        as_cheap: Callable[[int], int] = lambda width: width,
+        filled: Callable[[int], int] | None = None,
     ) -> None:
-        """purse: shared by the sequences of an engine; without one nothing is counted. as_cheap: the widest block that
-        costs no more than one of this width."""
+        """purse: shared by the sequences of an engine; without one nothing is counted. filled: the width that is taken
+        where this one is affordable."""
         self._extra = extra
         self._purse = purse
-        self._as_cheap = as_cheap
+        self._filled = filled
         self._width = FIRST
         self._rest = 1  # tokens, after the next block that does not pay
         self._until = 0  # length at which the rest ends
@@ -67,7 +67,8 @@ class Width:
     def at(self, length: int) -> int:
         """Tokens to draft at most; 0 while the sequence rests."""
         self._earn(length)
-        return 0 if length < self._until else self._as_cheap(self._affordable())
+        width = 0 if length < self._until else self._affordable()
+        return width if self._filled is None else self._filled(width)
 
     def _affordable(self) -> int:
         if self._purse is None:
