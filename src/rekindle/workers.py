@@ -57,6 +57,12 @@ class Workers:
         worker.close()
 
 
+def _environment() -> dict[str, str]:
+    """No key of the server's, and the packages that it has, wherever they lie."""
+    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    return inherited | {"PYTHONPATH": os.pathsep.join(str(Path(path).resolve()) for path in sys.path if path)}
+
+
 class _Worker:
     def __init__(self, script: Path) -> None:
         # A session of its own: Ctrl-C is for the server, which still asks while it stops. It ends with our pipe.
@@ -66,7 +72,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env={name: os.environ[name] for name in INHERITED if name in os.environ},  # and no key of the server's
+            env=_environment(),
         )
 
     def ask(self, request: bytes) -> dict[str, Any]:
