@@ -344,7 +344,8 @@ def test_alternatives_say_what_they_change() -> None:
         other.name
         for other in alternatives(one_gpu(20 * GIB), spec, sizes, Wishes(131_072, sequences=4, expert_cache_share=0))
     ]
-    assert names == ["q8 KV", "2 sequences", "budget for all experts hot", "budget for full KV and all experts hot"]
+    budgets = ["budget for all experts hot", "budget for full KV and all experts hot"]
+    assert names == ["context 8,192", "q8 KV", "2 sequences", *budgets]
     assert alternatives(one_gpu(48 * GIB), spec, sizes, Wishes(131_072)) == ()
 
 
@@ -371,7 +372,7 @@ def test_fewer_sequences_and_smaller_kv_are_offered_only_where_they_gain_somethi
 
 def test_full_kv_beside_cold_experts_is_offered_as_what_it_takes() -> None:
     """The rule buys pages beyond the pool's target behind the last expert, so both come together or not at all."""
-    model, wishes = known_shapes("35B-A3B", "Q4_K_M"), Wishes(32_768)
+    model, wishes = known_shapes("35B-A3B", "Q4_K_M"), Wishes(131_072)
     named = {other.name: other.changes for other in alternatives(one_gpu(20 * GIB), *model, wishes)}
     assert "budget for full KV" not in named
     needs = float(named["budget for full KV and all experts hot"].split()[2])
@@ -399,7 +400,7 @@ def test_the_way_out_of_a_card_that_is_too_small_is_named_only_where_it_leads_ou
 def test_a_shorter_context_is_proposed_where_it_helps() -> None:
     spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
     first = alternatives(one_gpu(20 * GIB), spec, sizes, Wishes(131_072, expert_cache_share=0))[0]
-    assert first.name == "context 4,096", "only a context below the pool's size frees anything"
+    assert first.name == "context 32,768", "only a context below the pool's size frees anything"
     assert "more hot" in first.changes
     dense_model = known_shapes("27B", "Q4_K_M")
     assert alternatives(one_gpu(24 * GIB), *dense_model, Wishes(262_144))[0].name == "context 65,536"

@@ -96,3 +96,18 @@ def test_cards_are_found_by_their_names_however_they_are_written() -> None:
     assert len({card.name for card in CARDS}) == len(CARDS)
     with pytest.raises(BadConfig, match="'GTX 9999' is not known; known are RTX 3060, "):
         card_named("GTX 9999")
+
+
+def test_without_a_pool_that_is_asked_for_long_contexts_are_served_from_the_device() -> None:
+    """Agents live at 30,000 to 100,000 tokens; what that costs short contexts stays small."""
+    (plan, sizes), (small, _) = plan_of("35B-A3B", 22.1), plan_of("35B-A3B", 22.1, pool=8192)
+    assert plan.stage(0).pool_tokens == 65_536
+
+    def gain(context: int) -> float:
+        found, other = expected(plan, sizes, context), expected(small, sizes, context)
+        assert found is not None and other is not None
+        return found.tokens_per_second / other.tokens_per_second
+
+    assert gain(1024) > 0.75 and gain(16_384) > 1.6 and gain(65_536) > 5
+    assert plan_of("35B-A3B", 22.1, lends=True)[0].stage(0).pool_tokens == 8192, "it grows when it has to"
+    assert plan_of("35B-A3B", 22.1, kv_mode="sparse")[0].stage(0).pool_tokens == 8192, "no row attends more"

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from support.paper_machine import GIB, MIB, gpu, moe, one_gpu
 
-from rekindle.placement import Machine, Plan, Wishes, make_plan, reserve
+from rekindle.placement import Machine, Plan, Wishes, make_plan, reserve, stage
 from rekindle.placement.place import Placer
 from rekindle.placement.reserve import LOOKUP_BYTES
-from rekindle.placement.stage import POOL_TARGET
 from rekindle.spec import PAGE, AttentionSpec
 from rekindle.spec.attention import PARTIAL_ROWS, most_splits
 
@@ -20,10 +19,14 @@ WISHES = Wishes(context=131_072, expert_cache_share=0)
 KV = 2 * 1024
 
 
+TARGET = 8192  # tokens, in proportion to so small a model
+
+
 @pytest.fixture(autouse=True)
-def _no_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only pages and experts share the room here."""
     monkeypatch.setattr(reserve, "STAGED_EXPERTS", 0)
+    monkeypatch.setattr(stage, "POOL_TARGET", TARGET // PAGE)
 
 
 def plan_with(room: int, wishes: Wishes = WISHES) -> Plan:
@@ -69,15 +72,14 @@ def test_the_auto_size_knows_the_budget() -> None:
     """Plenty of memory: every token the experts leave. Little: pages and experts share it, page by page."""
     assert plan_with(256 * MIB + 100 * MIB).stage(0).pool_tokens == 100 * MIB // KV
     little = plan_with(56 * MIB)
-    assert little.stage(0).pool_pages < POOL_TARGET
+    assert little.stage(0).pool_tokens < TARGET
     pool, experts = little.stage(0).bytes_of("KV pool"), little.stage(0).bytes_of("hot experts")
     assert abs(pool - (experts - 8 * 2 * 2 * MIB)) <= 4 * MIB  # beyond the floor of two experts in each layer
 
 
 def test_the_plan_carries_the_one_pool_size() -> None:
-    plan = plan_with(256 * MIB + 32 * MIB)
-    stage = plan.stage(0)
-    assert stage.pool_pages == stage.bytes_of("KV pool") // stage.page_bytes == 256
+    first = plan_with(256 * MIB + 32 * MIB).stage(0)
+    assert first.pool_pages == first.bytes_of("KV pool") // first.page_bytes == 256
 
 
 def test_an_explicit_pool_is_obeyed_also_where_full_kv_would_fit() -> None:

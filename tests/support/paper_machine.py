@@ -8,7 +8,7 @@ from rekindle.placement import Device, LayerSizes, Machine, Sizes, Wishes
 from rekindle.spec import AttentionSpec, DeltaSpec, FfnSpec, MixerSpec, ModelSpec
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-POOL_TARGET = 8_192  # tokens
+POOL_TARGET = 65_536  # tokens
 ATTENTION = AttentionSpec(heads=8, kv_heads=4, head_dim=64, rope_dim=16, rope_theta=1e4)
 DELTA = DeltaSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=16, conv_width=4)
 

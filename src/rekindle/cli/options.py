@@ -66,7 +66,7 @@ LiveMemory = Annotated[
     bool,
     typer.Option(
         help="KV of a conversation that outgrows the pool gets the memory of the coldest experts, until it ends. "
-        "Off by default: no GPU has run it yet."
+        "Off by default: its speed was not measured yet."
     ),
 ]
 KvPolicy = Annotated[

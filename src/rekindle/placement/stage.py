@@ -33,8 +33,11 @@ from rekindle.placement.reserve import (
 from rekindle.placement.types import Device, Item, LayerSizes, Machine, Sizes, StagePlan, Wishes, pages_for
 from rekindle.spec import PAGE, ModelSpec, Span
 
-# Pages; no context limit from here on makes an expert cold. 160 MiB of bf16 KV on the 35B-A3B.
-POOL_TARGET = 8_192 // PAGE
+# Pages that are worth as much as experts; no context limit from here on makes an expert cold. Of a live context every
+# byte is read at every step, of an expert one in thirty: held to 22.1 GiB, the 35B-A3B decodes at 344 instead of 433
+# tok/s at 1,024 tokens with such a pool, and at 380 instead of 40 at 65,536 (docs/bench.md). 1.25 GiB of bf16 KV there.
+POOL_TARGET = 65_536 // PAGE
+SMALL_TARGET = 8_192 // PAGE  # where KV that outgrows the pool gets experts' slots, or is not attended
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,4 +263,5 @@ def _pool_sizes(wishes: Wishes) -> tuple[int, int, int]:
             )
         asked = min(asked, full)
         return asked, asked, asked
-    return least, min(full, max(least, POOL_TARGET)), full
+    small = wishes.lends or wishes.kv_mode == "sparse"
+    return least, min(full, max(least, SMALL_TARGET if small else POOL_TARGET)), full

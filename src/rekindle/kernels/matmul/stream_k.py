@@ -43,11 +43,10 @@ LEAST = 7 << 22  # values of a launch: a small one has no time to share
 
 
 class StreamKShape(NamedTuple):
-    """Warps of a program, programs that a multiprocessor holds, and steps of a warp that are loaded or on their way."""
+    """Warps of a program, and programs that a multiprocessor holds."""
 
     warps: int
     resident: int
-    depth: int = 2
 
     @property
     def registers(self) -> int:
@@ -245,10 +244,10 @@ def step_products(acc, step, x, lifts, group, TYPE: tl.constexpr):
 @triton.jit
 def piece_products(
     x, lifts, codes, high_bits, scales, super_scales, row, row2, begin, end,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` and `row2` of a matrix times x over the groups begin … end - 1: four [N_TILES, threads]. The
-    next DEPTH - 1 steps, 2 to 4, are on their way while this one is multiplied.
+    next step is loaded while this one is multiplied.
 
     PDL: the launch that writes x may still run, so gdc_wait stands before x is read.
     """
@@ -258,34 +257,20 @@ def piece_products(
     first = planes_at(codes, high_bits, scales, super_scales, row, begin, t, COLUMNS)
     second = planes_at(codes, high_bits, scales, super_scales, row2, begin, t, COLUMNS)
     step = load_step(first, second, begin, end, 0, TYPE)
-    step1 = load_step(first, second, begin, end, 1, TYPE)
-    if DEPTH > 2:
-        step2 = load_step(first, second, begin, end, 2, TYPE)
-    if DEPTH > 3:
-        step3 = load_step(first, second, begin, end, 3, TYPE)
+    other = load_step(first, second, begin, end, 1, TYPE)
     if PDL:
         gdc_wait()
     hold(t)
-    for group in range(begin, end, DEPTH):
+    for group in range(begin, end, 2):
         acc = step_products(acc, step, x, lifts, group, TYPE)
-        step = load_step(first, second, group, end, DEPTH, TYPE)
+        step = load_step(first, second, group, end, 2, TYPE)
         hold(t)
         if group + 1 < end:
-            acc = step_products(acc, step1, x, lifts, group + 1, TYPE)
-        step1 = load_step(first, second, group, end, DEPTH + 1, TYPE)
+            acc = step_products(acc, other, x, lifts, group + 1, TYPE)
+        other = load_step(first, second, group, end, 3, TYPE)
         hold(t)
-        if DEPTH > 2:
-            if group + 2 < end:
-                acc = step_products(acc, step2, x, lifts, group + 2, TYPE)
-            step2 = load_step(first, second, group, end, DEPTH + 2, TYPE)
-            hold(t)
-        if DEPTH > 3:
-            if group + 3 < end:
-                acc = step_products(acc, step3, x, lifts, group + 3, TYPE)
-            step3 = load_step(first, second, group, end, DEPTH + 3, TYPE)
-            hold(t)
-        first = moved_on(first, DEPTH)
-        second = moved_on(second, DEPTH)
+        first = moved_on(first, 2)
+        second = moved_on(second, 2)
     return acc
 
 
@@ -349,7 +334,7 @@ def stream_k_matrix(
     values, lifts, rows, partials, semaphores, program, programs, units, before,
     out, codes, high_bits, scales, super_scales, width,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, GATED: tl.constexpr, N_TILES: tl.constexpr,
-    WARPS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+    WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What this program has to do of one matrix, which comes after `before` units of others. GATED: planes of even
     warps are those of gate, of odd warps those of up, and two of them take the same outputs.
@@ -375,7 +360,7 @@ def stream_k_matrix(
         c0, c1, c2, c3 = piece_products(
             x_at, lifts_at, codes, high_bits, scales, super_scales, tl.minimum(n, width - 1),
             tl.minimum(n + 8, width - 1),
-            begin, end, COLUMNS, TYPE, 2 if bits_of(TYPE) == 6 and DEPTH == 3 else DEPTH, PDL,
+            begin, end, COLUMNS, TYPE, PDL,
         )  # fmt: skip
         if PDL:  # noqa: SIM102  decided at compile time; the inner one on the device
             if block == stop - 1:
@@ -429,7 +414,7 @@ def dense_tile(
 def _segment(
     x, x_stride, values, lifts, rows, partials, semaphores, program, programs, units, before, tile,
     out, codes, high_bits, scales, super_scales, width,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr, DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One of the matrices; returns units before the next one, and the tile counted from the next dense one."""
@@ -439,7 +424,7 @@ def _segment(
     else:
         stream_k_matrix(
             values, lifts, rows, partials, semaphores, program, programs, units, before,
-            out, codes, high_bits, scales, super_scales, width, COLUMNS, TYPE, False, N_TILES, WARPS, DEPTH, PDL,
+            out, codes, high_bits, scales, super_scales, width, COLUMNS, TYPE, False, N_TILES, WARPS, PDL,
         )  # fmt: skip
         return before + tl.cdiv(width, 16 * WARPS) * (COLUMNS // 128), tile
 
@@ -453,7 +438,7 @@ def _stream_k_kernel(
     out2, codes2, high_bits2, scales2, super_scales2, width2,
     out3, codes3, high_bits3, scales3, super_scales3, width3,
     COLUMNS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr, TYPE3: tl.constexpr,
-    N_TILES: tl.constexpr, WARPS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+    N_TILES: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to four matrices, their units numbered one after another. The first `dense` programs take 16
     outputs of a dense one each, the others share the quantised ones."""
@@ -462,25 +447,25 @@ def _stream_k_kernel(
     programs = tl.num_programs(0) - dense
     before, tile = _segment(
         x, x_stride, values, lifts, rows, partials, semaphores, program, programs, units, 0, tile,
-        out0, codes0, high_bits0, scales0, super_scales0, width0, COLUMNS, TYPE0, N_TILES, WARPS, DEPTH, PDL,
+        out0, codes0, high_bits0, scales0, super_scales0, width0, COLUMNS, TYPE0, N_TILES, WARPS, PDL,
     )  # fmt: skip
     if TYPE1 != "none":
         before, tile = _segment(
             x, x_stride, values, lifts, rows, partials, semaphores, program, programs, units, before,
             tile, out1, codes1, high_bits1, scales1, super_scales1, width1,
-            COLUMNS, TYPE1, N_TILES, WARPS, DEPTH, PDL,
+            COLUMNS, TYPE1, N_TILES, WARPS, PDL,
         )  # fmt: skip
     if TYPE2 != "none":
         before, tile = _segment(
             x, x_stride, values, lifts, rows, partials, semaphores, program, programs, units, before,
             tile, out2, codes2, high_bits2, scales2, super_scales2, width2,
-            COLUMNS, TYPE2, N_TILES, WARPS, DEPTH, PDL,
+            COLUMNS, TYPE2, N_TILES, WARPS, PDL,
         )  # fmt: skip
     if TYPE3 != "none":
         before, tile = _segment(
             x, x_stride, values, lifts, rows, partials, semaphores, program, programs, units, before,
             tile, out3, codes3, high_bits3, scales3, super_scales3, width3,
-            COLUMNS, TYPE3, N_TILES, WARPS, DEPTH, PDL,
+            COLUMNS, TYPE3, N_TILES, WARPS, PDL,
         )  # fmt: skip
 
 
@@ -489,8 +474,7 @@ def _stream_k_kernel(
 def _gated_stream_k_kernel(
     values, lifts, rows, partials, semaphores, units, out, width,
     codes, high_bits, scales, super_scales, up_codes, up_high_bits, up_scales, up_super_scales,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr, DEPTH: tl.constexpr,
-    PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """silu(gate x) · (up x): even warps take gate, odd ones up."""
     is_up = threads(WARPS)[2] % 2 == 1
@@ -499,7 +483,7 @@ def _gated_stream_k_kernel(
         out, tl.where(is_up, up_codes, codes), tl.where(is_up, up_high_bits, high_bits),
         tl.where(is_up, up_scales, scales),
         tl.where(is_up, up_super_scales, super_scales), width,
-        COLUMNS, TYPE, True, N_TILES, WARPS, DEPTH, PDL,
+        COLUMNS, TYPE, True, N_TILES, WARPS, PDL,
     )  # fmt: skip
 
 
@@ -523,7 +507,7 @@ def multiply(x: Tensor, weights: Sequence[Packed | Tensor], shape: StreamKShape 
         x, x.stride(0), fragments.values, fragments.lifts, rows,
         _partials(programs, fragments, shape), semaphores(x.device), dense, units, *line.arguments, columns,
         *line.kinds,
-        N_TILES=fragments.n_tiles, WARPS=shape.warps, DEPTH=shape.depth,
+        N_TILES=fragments.n_tiles, WARPS=shape.warps,
         num_warps=shape.warps, num_stages=1, maxnreg=shape.registers, **pdl_arguments(x.device),
     )  # fmt: skip
     return line.outs
@@ -540,8 +524,7 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, shape: StreamKShape | None = Non
     _gated_stream_k_kernel[(programs,)](
         fragments.values, fragments.lifts, rows, _partials(programs, fragments, shape), semaphores(x.device), units,
         out, gate.rows,
-        *planes_of(gate), *planes_of(up), columns, gate.type,
-        N_TILES=fragments.n_tiles, WARPS=shape.warps, DEPTH=shape.depth,
+        *planes_of(gate), *planes_of(up), columns, gate.type, N_TILES=fragments.n_tiles, WARPS=shape.warps,
         num_warps=shape.warps, num_stages=1, maxnreg=shape.registers, **pdl_arguments(x.device),
     )  # fmt: skip
     return out
