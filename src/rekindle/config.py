@@ -103,7 +103,7 @@ class Config:
     devices: tuple[str, ...] = ("auto",)
     split: str = "auto"
     context: int | None = None
-    sequences: int = 16
+    sequences: int | None = None  # that run at once; None: by the memory
     grid: int | None = None  # prefill chunk; 512 on a CPU, 2048 on a GPU
     max_gap: int = 50  # milliseconds in an answer while others' prompts run, on GPUs; chunks are made to fit
     queue: int = 256

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rekindle.build.built import Built
@@ -130,7 +131,11 @@ def machine_of(config: Config, hosts: Shards | RayHosts | None) -> tuple[list[st
 
 def _plans(config: Config, model: Model, machine: Machine) -> list[Plan]:
     """One for each replica."""
-    plans = [plan_model(config, model, part) for part in divide(machine, config.replicas)]
+    parts = divide(machine, config.replicas)
+    plans = [plan_model(config, model, part) for part in parts]
+    fewest = min(plan.wishes.sequences for plan in plans)
+    if any(plan.wishes.sequences != fewest for plan in plans):  # replicas serve alike
+        plans = [plan_model(replace(config, sequences=fewest), model, part) for part in parts]
     for reason in (reason for plan in plans for reason in plan.reasons):
         log.info("plan: %s", reason)
     check_alike(plans)

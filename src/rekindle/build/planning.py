@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -18,9 +19,12 @@ from rekindle.config import Config
 from rekindle.errors import BadConfig, DoesNotFit
 from rekindle.experts import CountsFile
 from rekindle.placement import Machine, Plan, Sizes, Wishes, make_plan, parse_split, way_out
-from rekindle.spec import ModelSpec
+from rekindle.spec import PAGE, ModelSpec
 
 log = logging.getLogger("rekindle.build")
+
+SEQUENCES = (16, 8, 4)  # at once, where no number is asked for: the first with which a long conversation …
+LONG = 65_536  # … of so many tokens stays on the devices, and every expert does
 
 
 def resolve(config: Config, model: Model, names: list[str]) -> Config:
@@ -60,7 +64,7 @@ def plan_model(config: Config, model: Model, machine: Machine) -> Plan:
     check_heads(model.file, names, kv_type)
     counts_file = counts_file_of(config, model)
     counts = counts_file.counts.for_placement() if counts_file else None
-    drafter = drafter_wishes(config, model, names, DTYPES[dtype])
+    drafter = partial(drafter_wishes, config, model, names, DTYPES[dtype])
     sizes = loaded_sizes(model.file, DTYPES[dtype])
     return plan_numbers(config, model.spec, sizes, machine, drafter, dtype=dtype, kv_type=kv_type, counts=counts)
 
@@ -70,12 +74,13 @@ def plan_numbers(
     spec: ModelSpec,
     sizes: Sizes,
     machine: Machine,
-    drafter: DrafterBytes = NO_DRAFTER,
+    drafter: Callable[[int], DrafterBytes] = lambda sequences: NO_DRAFTER,
     dtype: str = "bfloat16",
     kv_type: str = "bf16",
     counts: Sequence[Sequence[float]] | None = None,
 ) -> Plan:
-    """The same from numbers alone: of a model whose file is not at hand, the types that a GPU computes in."""
+    """The same from numbers alone: of a model whose file is not at hand, the types that a GPU computes in. drafter: its
+    bytes beside so many sequences."""
     names = [device.name for device in machine.devices]
     if config.audit and config.kv_mode == "sparse":
         raise BadConfig(
@@ -89,7 +94,6 @@ def plan_numbers(
         raise BadConfig(f"--context is {config.context:,}, the model was trained for {spec.context:,}")
     wishes = Wishes(
         context=config.context or spec.context,
-        sequences=config.sequences,
         kv_type=kv_type,
         pool=config.pool,
         lends=config.live_memory,
@@ -101,27 +105,76 @@ def plan_numbers(
         counts=counts,
         cache_ram=None if config.cache_ram is None else config.cache_ram // config.replicas,
         rewind_rows=rewind_rows(config, names),
-        drafter_bytes=0 if shard_of(names[-1]) else drafter.total,
-        drafter_ram=drafter.total if shard_of(names[-1]) else 0,
-        drafter_context=drafter.context,
     )
+
+    def wishes_of(sequences: int) -> Wishes:
+        return _beside(drafter(sequences), names, replace(wishes, sequences=sequences))
+
+    counts_tried = (config.sequences,) if config.sequences is not None else _sequences_to_try(machine)
     try:
-        return make_plan(machine, spec, sizes, wishes)
+        return _first_roomy(lambda sequences: make_plan(machine, spec, sizes, wishes_of(sequences)), counts_tried)
     except DoesNotFit as error:
         chosen = config.replicas == 1 and config.ray is None  # else the user did not choose devices and split
-        way = way_out(machine, spec, sizes, wishes) if chosen else None
+        way = way_out(machine, spec, sizes, wishes_of(counts_tried[-1])) if chosen else None
         if way is None:
             raise
         raise DoesNotFit(f"{error}; {way}") from error
 
 
-def drafter_wishes(config: Config, model: Model, names: list[str], dtype: torch.dtype) -> DrafterBytes:
-    """Of the drafter that the settings name."""
+def _sequences_to_try(machine: Machine) -> tuple[int, ...]:
+    """A CPU's state lies in RAM, where there is more of it."""
+    return SEQUENCES[:1] if all(device.is_cpu or device.host for device in machine.devices) else SEQUENCES
+
+
+def _first_roomy(plan_for: Callable[[int], Plan], counts: Sequence[int]) -> Plan:
+    """The plan with the most sequences that leave one of them what it needs on the devices, or the last one."""
+    plans = list[Plan]()
+    for count in counts:
+        try:
+            plans.append(plan_for(count))
+        except DoesNotFit:
+            if count == counts[-1]:
+                raise
+            continue
+        if _is_roomy(plans[-1]):
+            break
+    chosen = next(plan for plan in plans if (plan.pool_pages, plan.cold) == (plans[-1].pool_pages, plans[-1].cold))
+    if chosen.wishes.sequences == counts[0]:
+        return chosen
+    said = f"{chosen.wishes.sequences} requests run at once: " + _why_fewer(plans[0], chosen, counts[0])
+    return replace(chosen, reasons=(*chosen.reasons, f"{said}; --sequences asks for another number"))
+
+
+def _is_roomy(plan: Plan) -> bool:
+    """No expert is cold, and a long conversation fits the pool, or the pool that was asked for."""
+    wishes = plan.wishes
+    return not plan.cold and plan.pool_pages * PAGE >= min(wishes.context, wishes.pool or LONG, LONG)
+
+
+def _why_fewer(most: Plan, chosen: Plan, count: int) -> str:
+    """most: the plan with the most sequences that fit at all."""
+    if most.wishes.sequences != count:
+        return f"the recurrent state of {count} does not fit"
+    pools, costs = [plan.pool_pages * PAGE for plan in (most, chosen)], list[str]()
+    if pools[0] < pools[1]:
+        costs.append(f"leave a KV pool of {pools[0]:,} tokens instead of {pools[1]:,}")
+    if most.cold > chosen.cold:
+        costs.append(f"make {most.cold - chosen.cold:,} more experts cold")
+    return f"with {count}, their recurrent state would {' and '.join(costs)}"
+
+
+def _beside(drafter: DrafterBytes, names: list[str], wishes: Wishes) -> Wishes:
+    here = 0 if shard_of(names[-1]) else drafter.total
+    return replace(wishes, drafter_bytes=here, drafter_ram=drafter.total - here, drafter_context=drafter.context)
+
+
+def drafter_wishes(config: Config, model: Model, names: list[str], dtype: torch.dtype, sequences: int) -> DrafterBytes:
+    """Of the drafter that the settings name, beside so many sequences."""
     file = open_drafter_of(config, model, names)
     if file is None:
         return NO_DRAFTER
     context = config.context or model.spec.context
-    return drafter_bytes(file, model, names, config.sequences, context, _grid(config, names), dtype)
+    return drafter_bytes(file, model, names, sequences, context, _grid(config, names), dtype)
 
 
 def counts_file_of(config: Config, model: Model) -> CountsFile | None:

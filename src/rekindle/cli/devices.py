@@ -20,7 +20,7 @@ from rekindle.errors import DoesNotFit
 def devices(
     model: Annotated[Path | None, typer.Argument(help="Show what this model would get where.")] = None,
     context: options.Context = None,
-    sequences: options.Sequences = options.SEQUENCES,
+    sequences: options.Sequences = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again instead of reading the last result.")] = False,
 ) -> None:
     """List the devices that --devices can name, their memory and their measured speed.

@@ -27,8 +27,13 @@ Split = Annotated[str, typer.Option(help="Layers per device: '20,20', shares '0.
 Context = Annotated[
     int | None, typer.Option(help="Tokens of prompt and answer together; the model's own limit if left out.")
 ]
-Sequences = Annotated[int, typer.Option(help="Requests that run at the same time.")]
-SEQUENCES = Config().sequences
+Sequences = Annotated[
+    int | None,
+    typer.Option(
+        help="Requests that run at the same time; if left out 16, or 8 or 4 where a GPU would otherwise have cold "
+        "experts or no KV pool for 65,536 tokens."
+    ),
+]
 CacheRam = Annotated[
     str | None,
     typer.Option(

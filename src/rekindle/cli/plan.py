@@ -39,7 +39,7 @@ def plan(
     devices: options.Devices = "auto",
     split: options.Split = "auto",
     context: options.Context = None,
-    sequences: options.Sequences = options.SEQUENCES,
+    sequences: options.Sequences = None,
     grid: options.Grid = None,
     kv_type: options.KvType = None,
     kv_mode: options.KvMode = "exact",

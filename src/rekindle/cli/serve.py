@@ -55,7 +55,7 @@ def serve(
     devices: options.Devices = "auto",
     split: options.Split = "auto",
     context: options.Context = None,
-    sequences: options.Sequences = options.SEQUENCES,
+    sequences: options.Sequences = None,
     queue: Annotated[
         int, typer.Option(help="Most requests of one name space that wait; further ones are refused.")
     ] = DEFAULTS.queue,

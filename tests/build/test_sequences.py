@@ -1,0 +1,60 @@
+"""How many requests run at once, where no number is asked for: as many as leave one of them what it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rekindle.build import plan_numbers
+from rekindle.config import Config
+from rekindle.errors import DoesNotFit
+from rekindle.placement import Device, Machine, Plan, card_named, known_shapes
+
+GIB = 1 << 30
+
+
+def plan_of(model: str, budget: float, kind: str = "cuda", **settings: Any) -> Plan:
+    name, rates, on_cpu = "cuda:0", card_named("H200").rates, kind == "cpu"
+    device = Device("cpu" if on_cpu else name, kind, int(budget * GIB), host=on_cpu, rates=None if on_cpu else rates)
+    machine = Machine((device,), 256 * GIB)
+    config = Config(context=settings.pop("context", 131_072), dtype="bfloat16", **settings)
+    return plan_numbers(config, *known_shapes(model, "Q4_K_M"), machine)
+
+
+@pytest.mark.parametrize(
+    ("model", "budget", "sequences"), [("27B", 80, 16), ("27B", 24.5, 8), ("27B", 22.1, 4), ("35B-A3B", 22.1, 4)]
+)
+def test_as_many_as_leave_a_long_conversation_on_the_device(model: str, budget: float, sequences: int) -> None:
+    plan = plan_of(model, budget)
+    assert plan.wishes.sequences == sequences
+    said = [reason for reason in plan.reasons if "requests run at once" in reason]
+    assert len(said) == (sequences < 16) and all("--sequences" in reason for reason in said)
+    most = plan_of(model, budget, sequences=16)
+    if sequences < 16:
+        assert (plan.pool_pages, -plan.cold) > (most.pool_pages, -most.cold)
+        assert (
+            f"{most.pool_pages * 64:,} tokens" in said[0] or f"{most.cold - plan.cold:,} more experts cold" in said[0]
+        )
+
+
+def test_a_number_that_is_asked_for_is_taken() -> None:
+    assert plan_of("27B", 22.1, sequences=16).wishes.sequences == 16
+    assert plan_of("27B", 80, sequences=3).wishes.sequences == 3
+
+
+def test_where_fewer_would_gain_nothing_all_stay() -> None:
+    """A short context, a pool that is bounded, a CPU."""
+    assert plan_of("27B", 22.1, context=4096).wishes.sequences == 16
+    assert plan_of("27B", 22.1, pool=8192).wishes.sequences == 16
+    assert plan_of("27B", 100, "cpu").wishes.sequences == 16
+
+
+def test_a_card_that_holds_no_sixteen_holds_fewer() -> None:
+    plan = plan_of("27B", 20.2, context=8192)
+    assert plan.wishes.sequences < 16
+    with pytest.raises(DoesNotFit):
+        plan_of("27B", 20.2, context=8192, sequences=16)
+    assert any("of 16 does not fit" in reason for reason in plan.reasons)
+    with pytest.raises(DoesNotFit):
+        plan_of("27B", 12)
