@@ -46,6 +46,14 @@ class BadRequest(RekindleError):
 class PromptTooLong(BadRequest):
     """Prompt and answer together do not fit the context."""
 
+    def __init__(
+        self, message: str, field: str | None = None, tokens: int | None = None, most: int | None = None
+    ) -> None:
+        """tokens: of the prompt, if they were counted to the end; most: that it may have."""
+        super().__init__(message, field)
+        self.tokens = tokens
+        self.most = most
+
 
 class QueueFull(RekindleError):
     """The queue of waiting requests is full."""

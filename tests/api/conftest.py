@@ -275,7 +275,7 @@ class PaperEngine:
         if "[full]" in said:
             raise QueueFull("7 requests are waiting, the queue holds 7")
         if "[long]" in said:
-            raise PromptTooLong("the prompt has 9 tokens, the KV pool holds 8")
+            raise PromptTooLong("the prompt has 9 tokens, the KV pool holds 8", tokens=9, most=7)
         if "[stopping]" in said and request.background:
             raise Stopping("the server is stopping and takes no more requests")
         self.requests.append(request)

@@ -9,9 +9,11 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from anthropic import Anthropic
+from anthropic import Anthropic, BadRequestError
 
 from rekindle.api import ApiKeys
+from rekindle.api.errors import fault_of
+from rekindle.errors import PromptTooLong
 
 from .conftest import PATIENCE, House
 
@@ -249,6 +251,19 @@ def test_errors_have_the_types_that_clients_know(house: House, fresh_house: Any)
     assert client(closed, "sesame-seed").messages.create(model="m", max_tokens=9, messages=[USER]).content
     bearer = Anthropic(base_url=closed.url, auth_token="sesame-seed", max_retries=0)
     assert bearer.messages.count_tokens(model="m", messages=[USER]).input_tokens > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_too_long_is_said_in_the_words_that_clients_look_for(house: House, stream: bool) -> None:
+    """Claude Code makes the conversation shorter when it reads them."""
+    for text, sizes in (("[long]", "9 tokens > 7 maximum"), ("x" * 40_000, "40016 tokens > 29999 maximum")):
+        with pytest.raises(BadRequestError) as caught:
+            client(house).messages.create(
+                model="m", max_tokens=5, messages=[{"role": "user", "content": text}], stream=stream
+            )
+        error = caught.value.body["error"]  # type: ignore[index, call-overload]
+        assert error == {"type": "invalid_request_error", "message": f"prompt is too long: {sizes}"}
+    assert fault_of(PromptTooLong("not counted to the end", most=9)).sizes == "at least 10 tokens > 9 maximum"
 
 
 def test_a_quiet_stream_is_pinged(fresh_house: Any) -> None:

@@ -83,6 +83,15 @@ class Fault:
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    sizes: str | None = None  # of a prompt that is too long, and of the longest, in tokens
+
+
+def _sizes(error: PromptTooLong) -> str | None:
+    """As Anthropic's clients read them, who then make the conversation shorter."""
+    if error.most is None:
+        return None
+    count = f"at least {error.most + 1}" if error.tokens is None else str(error.tokens)
+    return f"{count} tokens > {error.most} maximum"
 
 
 def fault_of(error: BaseException) -> Fault:
@@ -90,7 +99,8 @@ def fault_of(error: BaseException) -> Fault:
     message = _sendable(str(error))
     match error:
         case PromptTooLong():
-            return Fault(400, message, "invalid_request_error", error.field, "context_length_exceeded")
+            about = "invalid_request_error", error.field, "context_length_exceeded"
+            return Fault(400, message, *about, sizes=_sizes(error))
         case BadRequest():
             return Fault(400, message, "invalid_request_error", error.field)
         case Unsupported():  # no 5xx: clients would try again

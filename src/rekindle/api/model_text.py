@@ -137,9 +137,8 @@ class ModelText:
             raise self._too_long("more", field) from None
 
     def _too_long(self, what: str, field: str) -> PromptTooLong:
-        return PromptTooLong(
-            f"this model's maximum context length is {self._context} tokens, but the prompt has {what}", field
-        )
+        said = f"this model's maximum context length is {self._context} tokens, but the prompt has {what}"
+        return PromptTooLong(said, field, most=self._context - 1)
 
     def remember(self, prompt: Prompt, ids: Sequence[int], message: Mapping[str, Any], namespace: str = "") -> None:
         start = self._role_starts.last_in(prompt.tokens) if self._role_starts is not None else None

@@ -106,6 +106,8 @@ def _max_tokens(request: ClientRequest, prompt: Prompt, settings: Settings) -> i
             f"this model's maximum context length is {settings.context} tokens, but the prompt has {length} "
             "and its answer needs at least 1",
             request.prompt_field,
+            tokens=length,
+            most=settings.context - 1,
         )
     wanted = settings.card.max_tokens if request.max_tokens is None else request.max_tokens
     return room if wanted is None else min(wanted, room)

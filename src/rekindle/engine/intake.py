@@ -22,9 +22,11 @@ def make_sequence(request: Request, context: int, pages: int, tokens: int | None
     _check_ids(request.prompt.tokens, "prompt", tokens)
     _check_ids(request.sampling.logit_bias, "logit_bias", tokens)
     if length >= context:
-        raise PromptTooLong(f"the prompt has {length} tokens, the context holds {context}")
+        said = f"the prompt has {length} tokens, the context holds {context}"
+        raise PromptTooLong(said, tokens=length, most=context - 1)
     if -(-(length + 1) // PAGE) > pages:
-        raise PromptTooLong(f"the prompt has {length} tokens, the KV pool holds {pages * PAGE}")
+        said = f"the prompt has {length} tokens, the KV pool holds {pages * PAGE}"
+        raise PromptTooLong(said, tokens=length, most=pages * PAGE - 1)
     room = min(context, pages * PAGE) - length
     limit, forcing = min(request.max_tokens, room), Forcing(request.thinking)
     return Sequence(request, list(request.prompt.tokens), limit, prefill_end=length, forcing=forcing)

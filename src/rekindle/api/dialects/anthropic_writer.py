@@ -38,7 +38,9 @@ def error_status(fault: Fault) -> int:
 
 def error_body(fault: Fault) -> Json:
     kind = ERROR_TYPES.get(error_status(fault), "invalid_request_error" if fault.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": fault.message}}
+    too_long = fault.code == "context_length_exceeded"  # in these words clients look for it
+    message = f"prompt is too long: {fault.sizes or fault.message}" if too_long else fault.message
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def named(value: Json) -> bytes:
