@@ -102,11 +102,12 @@ def given_texts(target: Target, path: Path) -> list[Text]:
 
 
 def _tokens_of(entry: dict[str, object], where: str, target: Target) -> Text:
-    tokens, written = entry["tokens"], entry.get("written")
-    if not isinstance(tokens, list) or not all(isinstance(token, int) and token >= 0 for token in tokens):
-        raise BadConfig(f"{where}: tokens are no list of numbers")
-    if not isinstance(written, int) or not 0 < written < len(tokens) <= target.context:
-        raise BadConfig(f"{where}: an answer from {written} on does not lie in 1 … {len(tokens)}, or not in --context")
+    tokens, written, vocab = entry["tokens"], entry.get("written"), target.model.spec.vocab
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < vocab for token in tokens):
+        raise BadConfig(f"{where}: tokens are no list of ids below {vocab}")
+    tokens = tokens[: target.context]
+    if not isinstance(written, int) or not 0 < written < len(tokens):
+        raise BadConfig(f"{where}: an answer from {written} on does not lie in the first {len(tokens)} tokens")
     return Text(tuple(tokens), written)
 
 

@@ -55,6 +55,14 @@ def test_a_card_that_holds_no_sixteen_holds_fewer() -> None:
     assert plan.wishes.sequences < 16
     with pytest.raises(DoesNotFit):
         plan_of("27B", 20.2, context=8192, sequences=16)
-    assert any("of 16 does not fit" in reason for reason in plan.reasons)
+    assert any("what 16 need does not fit" in reason for reason in plan.reasons)
     with pytest.raises(DoesNotFit):
         plan_of("27B", 12)
+
+
+def test_fewer_have_to_be_worth_it() -> None:
+    """A card that has nearly all experts cold anyway; a pool that is too small for sixteen; RAM for few."""
+    assert plan_of("35B-A3B", 8).wishes.sequences == 16
+    assert plan_of("27B", 22.1, pool=3000).wishes.sequences == 8
+    small = plan_of("27B", 20, "cpu")
+    assert small.wishes.sequences < 16 and any("requests run at once" in reason for reason in small.reasons)

@@ -14,7 +14,7 @@ from support.paper_hall import QUICK
 from support.snapshot_lab import PLENTY, Answer, Lab, RecordingCache, random_tokens, tensors
 
 from rekindle.batch import Ask
-from rekindle.engine.drafting import LEARNT, Draft, Drafts, Measures, Proposer
+from rekindle.engine.drafting import LEARNT, Draft, Drafts, Measures, Proposer, filling_step
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import FinishReason, Sampling
 from rekindle.prefix import local_tiers
@@ -24,6 +24,7 @@ from rekindle.snapshots.types import Snapshot
 from rekindle.spec import Span
 from rekindle.speculative.cost import Costs
 from rekindle.speculative.lookup import PromptLookup
+from rekindle.speculative.width import Purse, Width
 from rekindle.stages import Pipeline
 
 ALWAYS, NEVER, SOMETIMES = 1.0, 0.0, 0.7
@@ -400,3 +401,22 @@ def test_a_block_for_which_no_page_is_free_makes_the_drafter_rest(dense: Lab) ->
     assert answer.tokens == expected.tokens and answer.finished.draft.blocks == 0
     engine.stop()
     assert 1 < len(refused) < 8
+
+
+CHEAP, DEAR = 0.01, 0.3  # rows, in tokens
+
+
+@pytest.mark.parametrize(
+    ("row", "filled"),
+    [(CHEAP, {0: 0, 1: 1, 2: 3, 4: 7, 8: 11, 15: 15}), (DEAR, {1: 1, 3: 3, 4: 3, 5: 3, 6: 7, 7: 7})],
+)
+def test_a_block_fills_its_step_or_the_next_smaller_one_where_that_is_cheaper(
+    row: float, filled: dict[int, int]
+) -> None:
+    """Recorded steps have 2, 4, 8, 12 or 16 rows."""
+    assert {width: filling_step(width, lambda tokens: row * tokens) for width in filled} == filled
+
+
+def test_a_filled_block_is_paid_for_too() -> None:
+    costs = {4: 1.0, 7: 9.0}
+    assert Width(lambda width: costs.get(width, 99.0), Purse(), lambda width: 7).at(0) == 4

@@ -164,3 +164,31 @@ def test_on_gpus_a_block_usually_costs_what_it_does_on_an_h200() -> None:
     assert costs.extra(7, with_pass=False) == pytest.approx(1.5, rel=0.05)
     costs.sequences = 8
     assert costs.extra(3, with_pass=False) > 1, "a row more for each of eight delays all of them"
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_no_slow_block_or_pass_is_the_last_one(sequences: int) -> None:
+    """A step may be recorded, or a kernel compiled, amid a request: that says nothing about the next one."""
+    costs = GpuCosts()
+    costs.sequences = sequences
+    for _ in range(20):
+        costs.note_step(sequences, sequences, 0.006)
+    costs.note_step(sequences, 8 * sequences, 0.4)
+    costs.note_pass([7] * sequences, 3.0)
+    assert costs.extra(7, with_pass=True) > 2
+    for _ in range(600):
+        costs.note_step(sequences, sequences, 0.006)
+    assert costs.extra(7, with_pass=True) < 2
+
+
+def test_what_was_not_verified_costs_no_row_on_a_gpu_either() -> None:
+    assert GpuCosts().extra(0, with_pass=False) == Costs().extra(0, with_pass=False) == 0
+
+
+def test_blocks_of_one_sequence_say_nothing_about_those_of_several() -> None:
+    costs = GpuCosts()
+    for _ in range(50):
+        costs.note_step(1, 1, 1.0)
+        costs.note_step(1, 8, 1.1)  # a card on which a block costs next to nothing
+    costs.sequences = 4
+    assert costs.extra(3, with_pass=False) > 0.2

@@ -249,21 +249,62 @@ if "REKINDLE_GOLDEN" in os.environ:
         assert float((rows - cases[f"hidden_{length}"]).abs().max()) <= 1e-4
 
 
+class PaperCopies:
+    """Copies that come when they are waited for."""
+
+    def __init__(self) -> None:
+        self.done, self._pairs = False, list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def take_live(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        taken = [torch.full_like(tensor, 7) for tensor in tensors]
+        self._pairs += zip(taken, [tensor.clone() for tensor in tensors], strict=True)
+        return taken
+
+    def ready(self) -> PaperCopies:
+        return self
+
+    def wait(self) -> None:
+        self.done = True
+        for to, tensor in self._pairs:
+            to.copy_(tensor)
+
+
+def test_captures_are_waited_for_by_whoever_restores_them(file: DrafterFile) -> None:
+    plain, again, copies = made(file), made(file), PaperCopies()
+    context = DrafterContext(plain.model, "an identity", 3, 64, kv_type=torch.float32, copies=copies)
+    for each in (plain, context):
+        fed(each, 0, features(20), 0, 20)
+    parts = context.capture(0)
+    assert not copies.done
+    again.restore(1, 20, parts)
+    assert copies.done
+    assert again.propose([Ask(1, 20, 8, 4)]) == plain.propose([Ask(0, 20, 8, 4)])
+
+
+@pytest.mark.parametrize("recorded", [False, True])
 def test_a_capture_and_a_proposal_of_one_slot_settle_its_features_once(
-    file: DrafterFile, monkeypatch: pytest.MonkeyPatch
+    file: DrafterFile, monkeypatch: pytest.MonkeyPatch, recorded: bool
 ) -> None:
     """In a pipeline of several stages the capture at a prompt's end runs in the drafter's thread while the engine's
     asks for the first block."""
-    alone, shared, taps = made(file), made(file), features(20)
+    record: Recorder | None = (lambda step: step) if recorded else None
+    alone, shared, taps = made(file), made(file, record=record), features(20)
     for context in (alone, shared):
         fed(context, 0, taps, 0, 20)
-    ask, inside, twice = Ask(0, 20, 7, 3), threading.Event(), threading.Event()
+    ask, inside, both, busy = Ask(0, 20, 7, 3), threading.Event(), threading.Event(), threading.Lock()
     compute = Dflash.context
 
     def slowly(*given: Any) -> Any:
-        twice.set() if inside.is_set() else inside.set()
-        twice.wait(0.3)  # the other would come in now, if it could
-        return compute(*given)
+        alone_here = busy.acquire(blocking=False)
+        inside.set()
+        if not alone_here:
+            both.set()
+        both.wait(0.3)  # the other would come in now, if it could
+        try:
+            return compute(*given)
+        finally:
+            if alone_here:
+                busy.release()
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:
         patch.setattr(Dflash, "context", slowly)
@@ -271,5 +312,5 @@ def test_a_capture_and_a_proposal_of_one_slot_settle_its_features_once(
         assert inside.wait(10)
         proposed = threads.submit(shared.propose, [ask])
         got, blocks = captured.result(10), proposed.result(10)
-    assert not twice.is_set() and blocks == alone.propose([ask])
-    assert all(torch.equal(a, b) for a, b in zip(got, kept(alone), strict=True))
+    assert not both.is_set() and blocks == alone.propose([ask])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, kept(alone), strict=True))

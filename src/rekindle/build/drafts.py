@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from rekindle.buffers import IN_FLIGHT
 from rekindle.build.machine import device_of, shard_of, torch_device
 from rekindle.build.model import Model
 from rekindle.build.sizes import matrix_bytes
@@ -32,7 +33,9 @@ from rekindle.weights import TensorInfo, WeightFile
 
 log = logging.getLogger("rekindle.build")
 
-FEATURE_COPIES = 4  # of a chunk: outputs of the taps, their rows, those that waited together, and all taps side by side
+# Of a chunk: outputs of the taps, in a recorded step twice, their rows, those that waited together, and all taps side
+# by side.
+FEATURE_COPIES = 5
 
 
 DraftWeights = DrafterFile | MtpFile
@@ -48,8 +51,8 @@ def drafts_of(config: Config, devices: Sequence[str], drafter: DraftWeights | No
 
 
 def _why_off(config: Config, devices: Sequence[str]) -> str | None:
-    """A shard that was started by hand has room for blocks only if its command says so, and on GPUs drafting was not
-    measured yet."""
+    """A shard that was started by hand has room for blocks only if its command says so, and on GPUs that room is device
+    memory, which KV or experts would have."""
     if config.draft == "off":
         return "--draft is off"
     if config.draft == "auto" and config.drafter is None and any(name != "cpu" for name in devices):
@@ -115,8 +118,9 @@ def drafter_bytes(
     each = context_bytes(spec, context) + (F32 * spec.hidden if isinstance(file, MtpFile) else 0)
     features = (FEATURE_COPIES * chunk + slots * WAITING) * spec.features * dtype.itemsize
     tensors = [*file.tensors.values(), *_not_shared(model.file, devices)]
-    kept = slots if on_cpu else slots + 1  # a GPU's recorded pass has a slot for padding
-    return DrafterBytes(matrix_bytes(tensors, on_cpu, dtype) + kept * each + features, each)
+    if not on_cpu:  # captures on their way, each copied twice; and a slot for padding in a recorded pass
+        slots += 2 * IN_FLIGHT + (not isinstance(file, MtpFile))
+    return DrafterBytes(matrix_bytes(tensors, on_cpu, dtype) + slots * each + features, each)
 
 
 def _not_shared(target: WeightFile, devices: Sequence[str]) -> list[TensorInfo]:
@@ -140,7 +144,8 @@ def load_drafter(
         embedding = load_embedding(target, device, dtype, head.matrix)
     assert embedding is not None, "the first stage embeds"
     slots, drawable = min(stage.slots for stage in stages), target.spec.drawable
-    copies = last.pool.copies if isinstance(last, LocalStage) and device.type == "cuda" else None
+    # With several stages the drafter's captures run beside those of the last one, which uses its copies without a lock.
+    copies = last.pool.copies if isinstance(last, LocalStage) and first is last and device.type == "cuda" else None
     if isinstance(file, MtpFile):
         block = load_mtp(file, device, dtype, embedding.rows, head.matrix, head.norm, drawable)
         return MtpContext(block, file.fingerprint(), slots, context, copies=copies)

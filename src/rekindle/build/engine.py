@@ -135,7 +135,9 @@ def _plans(config: Config, model: Model, machine: Machine) -> list[Plan]:
     plans = [plan_model(config, model, part) for part in parts]
     fewest = min(plan.wishes.sequences for plan in plans)
     if any(plan.wishes.sequences != fewest for plan in plans):  # replicas serve alike
+        why = next(plan.reasons[-1] for plan in plans if plan.wishes.sequences == fewest)
         plans = [plan_model(replace(config, sequences=fewest), model, part) for part in parts]
+        plans = [replace(plan, reasons=(*plan.reasons, why)) for plan in plans]
     for reason in (reason for plan in plans for reason in plan.reasons):
         log.info("plan: %s", reason)
     check_alike(plans)

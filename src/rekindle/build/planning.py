@@ -110,7 +110,7 @@ def plan_numbers(
     def wishes_of(sequences: int) -> Wishes:
         return _beside(drafter(sequences), names, replace(wishes, sequences=sequences))
 
-    counts_tried = (config.sequences,) if config.sequences is not None else _sequences_to_try(machine)
+    counts_tried = SEQUENCES if config.sequences is None else (config.sequences,)
     try:
         return _first_roomy(lambda sequences: make_plan(machine, spec, sizes, wishes_of(sequences)), counts_tried)
     except DoesNotFit as error:
@@ -121,24 +121,22 @@ def plan_numbers(
         raise DoesNotFit(f"{error}; {way}") from error
 
 
-def _sequences_to_try(machine: Machine) -> tuple[int, ...]:
-    """A CPU's state lies in RAM, where there is more of it."""
-    return SEQUENCES[:1] if all(device.is_cpu or device.host for device in machine.devices) else SEQUENCES
-
-
 def _first_roomy(plan_for: Callable[[int], Plan], counts: Sequence[int]) -> Plan:
-    """The plan with the most sequences that leave one of them what it needs on the devices, or the last one."""
+    """The plan with the most sequences that leave one of them what it needs on the devices. Where none does, fewer have
+    to be worth it."""
     plans = list[Plan]()
     for count in counts:
         try:
             plans.append(plan_for(count))
-        except DoesNotFit:
-            if count == counts[-1]:
+        except (DoesNotFit, BadConfig):  # a pool that was asked for may be too small for so many
+            if count == counts[-1] and not plans:
                 raise
             continue
         if _is_roomy(plans[-1]):
             break
-    chosen = next(plan for plan in plans if (plan.pool_pages, plan.cold) == (plans[-1].pool_pages, plans[-1].cold))
+    chosen = plans[0]
+    for other in plans[1:]:
+        chosen = other if _is_worth_it(chosen, other) else chosen
     if chosen.wishes.sequences == counts[0]:
         return chosen
     said = f"{chosen.wishes.sequences} requests run at once: " + _why_fewer(plans[0], chosen, counts[0])
@@ -146,21 +144,34 @@ def _first_roomy(plan_for: Callable[[int], Plan], counts: Sequence[int]) -> Plan
 
 
 def _is_roomy(plan: Plan) -> bool:
-    """No expert is cold, and a long conversation fits the pool, or the pool that was asked for."""
+    """No expert is cold, and a long conversation fits the pool, or the pool that was asked for. What lies in RAM is not
+    looked at."""
     wishes = plan.wishes
-    return not plan.cold and plan.pool_pages * PAGE >= min(wishes.context, wishes.pool or LONG, LONG)
+    if all(stage.device.is_cpu or stage.device.host for stage in plan.stages):
+        return True
+    return not plan.cold and _pool(plan) >= min(wishes.context, wishes.pool or LONG, LONG)
+
+
+def _pool(plan: Plan) -> int:
+    """Tokens of one sequence on the devices."""
+    return min(plan.pool_pages * PAGE, plan.wishes.context)
+
+
+def _is_worth_it(plan: Plan, fewer: Plan) -> bool:
+    """A quarter more of one sequence on the devices, or a seventh of the cold experts hot."""
+    return _pool(fewer) >= 1.25 * _pool(plan) or 7 * fewer.cold <= 6 * plan.cold != 0
 
 
 def _why_fewer(most: Plan, chosen: Plan, count: int) -> str:
     """most: the plan with the most sequences that fit at all."""
     if most.wishes.sequences != count:
-        return f"the recurrent state of {count} does not fit"
+        return f"what {count} need does not fit"
     pools, costs = [plan.pool_pages * PAGE for plan in (most, chosen)], list[str]()
-    if pools[0] < pools[1]:
+    if pools[0] != pools[1]:
         costs.append(f"leave a KV pool of {pools[0]:,} tokens instead of {pools[1]:,}")
     if most.cold > chosen.cold:
         costs.append(f"make {most.cold - chosen.cold:,} more experts cold")
-    return f"with {count}, their recurrent state would {' and '.join(costs)}"
+    return f"state and KV of {count} would {' and '.join(costs)}"
 
 
 def _beside(drafter: DrafterBytes, names: list[str], wishes: Wishes) -> Wishes:

@@ -156,7 +156,8 @@ class Measures:
         if self.costs is None:
             return Width()
         extra: Callable[[int], float] = partial(self.costs.extra, with_pass=with_pass)
-        filled = partial(filling_step, extra=extra) if self.recorded else None
+        # Of a drafter that chains every further token costs a pass, so that padding is cheaper.
+        filled = partial(filling_step, extra=extra) if self.recorded and not self.costs.chained else None
         return Width(extra, self.purses.setdefault(name, Purse()), filled)
 
 

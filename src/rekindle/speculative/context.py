@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rekindle.batch import Ask, Batch, Segment
 from rekindle.errors import SnapshotMismatch
-from rekindle.kernels.draft.naive import ring_rows
+from rekindle.kernels.draft import ring_rows
 from rekindle.snapshots.types import DRAFTER_LAYER, Part, Ready, wait_for
 from rekindle.speculative.dflash import Dflash, DraftBlocks, Keys
 from rekindle.speculative.recorded import RecordedPass, Recorder
@@ -143,7 +143,7 @@ class RingContext(ABC):
         self._rings = [torch.zeros(shape, dtype=kv_type, device=device) for shape in shapes]
         self._known = [Known() for _ in range(slots)]
         # A slot's capture stands in line, and the engine may ask for its next block meanwhile: both settle features.
-        self._settling = threading.Lock()
+        self._settling = threading.RLock()
         self._prepared: dict[int, tuple[int, Part | None]] = {}  # by slot: position, and the part to be restored
 
     @property
@@ -183,10 +183,11 @@ class RingContext(ABC):
     def read(self, batch: Batch, features: Sequence[Tensor], pending: PendingFeatures | None = None) -> None:
         for segment in batch.segments:
             self._known[segment.slot].position = segment.end
-        for segment, position, rows in self._read_rows(batch, features, pending):
-            self._take(segment.slot, position, rows)
-            if not batch.rewindable and segment.features >= WAITING:
-                self._settle([segment.slot])
+        with self._settling:
+            for segment, position, rows in self._read_rows(batch, features, pending):
+                self._take(segment.slot, position, rows)
+                if not batch.rewindable and segment.features >= WAITING:
+                    self._settle([segment.slot])
 
     def _take(self, slot: int, position: int, rows: tuple[Tensor, ...]) -> None:
         """Features of consecutive positions; with a gap before them the context begins anew."""
@@ -199,8 +200,7 @@ class RingContext(ABC):
         known.waiting.append(rows)
 
     def _settle(self, slots: Sequence[int]) -> None:
-        """Features that wait become K and V, those of all slots together. Nobody else works on these slots: batches and
-        verbs come in line, and a proposal and a capture hold the lock."""
+        """Features that wait become K and V, those of all slots together. Whoever settles holds the lock."""
         slots = [slot for slot in slots if self._known[slot].waiting]
         if not slots:
             return
@@ -238,12 +238,17 @@ class RingContext(ABC):
             for ask in asks:
                 self._begin_block(ask)
             self._settle(self._to_settle(asks))
-        with self._on_device():
+        with self._settling if self._drafts_settle else nullcontext(), self._on_device():
             return self._draft(asks)
 
     def _to_settle(self, asks: Sequence[Ask]) -> list[int]:
         """Slots whose features become K and V before blocks are drafted; those of others do as they are."""
         return [ask.slot for ask in asks]
+
+    @property
+    def _drafts_settle(self) -> bool:
+        """Whether features become K and V in the pass that drafts."""
+        return False
 
     def _begin_block(self, ask: Ask) -> None:
         known = self._known[ask.slot]
@@ -382,6 +387,10 @@ class DrafterContext(RingContext):
         if self._recorded is None:
             return super()._to_settle(asks)
         return [ask.slot for ask in asks if self._known[ask.slot].waiting_rows > self._recorded.rows]
+
+    @property
+    def _drafts_settle(self) -> bool:
+        return self._recorded is not None
 
     def _settle(self, slots: Sequence[int]) -> None:
         """As many features as wait while a drafter rests go through the recorded pass; a chunk's are worth launches of

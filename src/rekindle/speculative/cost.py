@@ -1,9 +1,9 @@
 """What blocks cost, measured while an engine runs.
 
-A plain step has a row for each sequence. Its time is known from the last ones, and a row's from what blocks took longer
-than a plain step. A drafted token costs a row; a pass of the drafter is shared by the sequences that it drafts for. A
-drafter that chains makes a pass for every token. The unit is the token that a plain step of the same sequences gives:
-with many of them a plain step gives many tokens, so that drafting has to be better to pay.
+A plain step has a row for each sequence. Its time is known from the last ones, and on a CPU a row's from what blocks
+took longer than a plain step. A drafted token costs a row; a pass of the drafter is shared by the sequences that it
+drafts for. A drafter that chains makes a pass for every token. The unit is the token that a plain step of the same
+sequences gives: with many of them a plain step gives many tokens, so that drafting has to be better to pay.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ CHAINED_PASS = 0.1  # of one that chains: a layer and the head
 # On a GPU, in plain steps, until a block was measured: the first row more, whose products take another kernel, and each
 # row. 2, 8 and 16 rows of the 27B take 1.6, 1.7 and 2.0 (docs/bench.md).
 GPU_FIRST, GPU_ROW = 0.6, 0.025
+GPU_ROW_BESIDE = 0.05  # each row beside those of other sequences: from 8 rows to 32 a step of both models grows so
+MOST_LONGER = 4.0  # plain steps that one block, or one pass, counts for at most beyond what is usual
+FADE = 0.99  # of what was found out, for every plain step
 
 
 class Costs:
@@ -25,7 +28,7 @@ class Costs:
 
     def __init__(self, chained: bool = False) -> None:
         """chained: the drafter makes a pass for every token, not for every block."""
-        self._chained = chained
+        self.chained = chained
         self.sequences = 1  # that decode
         self._counted = 1  # sequences of the plain steps that were measured last …
         self._plain: float | None = None  # … and seconds of such a step
@@ -46,16 +49,20 @@ class Costs:
 
     def note_pass(self, drafted: Sequence[int], seconds: float) -> None:
         """The drafter drafted so many tokens for each of the sequences."""
-        passes = sum(max(1, count) for count in drafted) if self._chained else len(drafted)
+        passes = sum(max(1, count) for count in drafted) if self.chained else len(drafted)
         self._pass = _between(self._pass, seconds / passes)
 
     def extra(self, width: int, with_pass: bool) -> float:
         """Cost of a block beyond that of a plain row, in tokens."""
         plain = self._plain_of(self.sequences)
-        usual = (CHAINED_PASS if self._chained else PASS) * plain
+        usual = self._usual_pass() * plain
         drafting = (usual if self._pass is None or self._plain is None else self._pass) if with_pass else 0.0
-        passes = max(1, width) if self._chained else 1
+        passes = max(1, width) if self.chained else 1
         return self.sequences * (self._block_seconds(width) + drafting * passes) / plain
+
+    def _usual_pass(self) -> float:
+        """In plain steps."""
+        return CHAINED_PASS if self.chained else PASS
 
     def _block_seconds(self, width: int) -> float:
         """By which a step takes longer."""
@@ -75,23 +82,42 @@ class Costs:
 
 
 class GpuCosts(Costs):
-    """Where a block costs much because it is one, and little for every row. What blocks took longer than usual is added
-    to whatever the next one usually costs."""
+    """Where a block costs much because it is one, and little for every row, which is assumed. What blocks took longer
+    than usual is added to whatever the next one usually costs; apart for one sequence and for several. A step that was
+    recorded or compiled amid a request counts no more than MOST_LONGER, and what was found out fades while plain steps
+    come back, so that no slow block is the last one."""
 
     _usual_row = GPU_ROW
 
     def __init__(self, chained: bool = False) -> None:
         super().__init__(chained)
-        self._longer = 0.0  # plain steps
+        self._longer = {True: 0.0, False: 0.0}  # plain steps, of blocks of one sequence and of several
+
+    def note_step(self, sequences: int, rows: int, seconds: float) -> None:
+        super().note_step(sequences, rows, seconds)
+        if rows == sequences:
+            self._longer = {alone: FADE * longer for alone, longer in self._longer.items()}
+            if self._pass is not None:
+                usual = self._usual_pass() * self._plain_of(1)
+                self._pass = usual + FADE * (self._pass - usual)
+
+    def note_pass(self, drafted: Sequence[int], seconds: float) -> None:
+        passes = sum(max(1, count) for count in drafted) if self.chained else len(drafted)
+        super().note_pass(drafted, min(seconds, passes * MOST_LONGER * self._plain_of(1)))
 
     def _usual(self, sequences: int, drafted: int) -> float:
-        return (GPU_FIRST if sequences == 1 else 0.0) + GPU_ROW * drafted
+        return GPU_FIRST + GPU_ROW * drafted if sequences == 1 else GPU_ROW_BESIDE * drafted
 
     def _note_block(self, sequences: int, drafted: int, seconds: float) -> None:
-        self._longer = _between(self._longer, seconds / self._plain_of(sequences) - self._usual(sequences, drafted))
+        longer = seconds / self._plain_of(sequences) - self._usual(sequences, drafted)
+        alone = sequences == 1
+        self._longer[alone] = _between(self._longer[alone], min(longer, MOST_LONGER))
 
     def _block_seconds(self, width: int) -> float:
-        return self._plain_of(self.sequences) * max(0.0, self._usual(self.sequences, width) + self._longer)
+        if not width:
+            return 0.0
+        longer = self._longer[self.sequences == 1]
+        return self._plain_of(self.sequences) * max(0.0, self._usual(self.sequences, width) + longer)
 
 
 def _between(known: float | None, seconds: float) -> float:

@@ -28,6 +28,7 @@ class RecordedPass:
         self.blocks = max(1, FEW_ROWS // self.rows)  # of a pass at most
         self._model = model
         self._rings = rings
+        self._smallest_ring = min(ring.shape[2] for ring in rings)
         self._scratch_slot = scratch_slot
         self._record = record
         shape, on_gpu = (self.blocks * self.rows, model.spec.hidden), model.device.type == "cuda"
@@ -64,8 +65,9 @@ class RecordedPass:
         """Features of the positions from `start` on become K and V: for more rows than a pass takes in."""
         edges = range(0, len(waiting[0]), self.rows)
         pieces = [(at, tuple(tap[at : at + self.rows] for tap in waiting)) for at in edges]
-        for first in range(0, len(pieces), self.blocks):
-            group = pieces[first : first + self.blocks]
+        together = self.blocks if self._smallest_ring >= self.blocks * self.rows else 1  # else rows share a place
+        for first in range(0, len(pieces), together):
+            group = pieces[first : first + together]
             numbers = [(0, start + at + len(rows[0]), slot, 0) for at, rows in group]
             self._replay(0, numbers, [[rows] for _, rows in group])
 

@@ -68,13 +68,17 @@ class Width:
         """Tokens to draft at most; 0 while the sequence rests."""
         self._earn(length)
         width = 0 if length < self._until else self._affordable()
-        return width if self._filled is None else self._filled(width)
+        filled = width if self._filled is None else self._filled(width)
+        return filled if filled <= width or self._can_afford(filled) else width
 
     def _affordable(self) -> int:
         if self._purse is None:
             return self._width
-        costs = ((width, self._extra(width)) for width in range(self._width, 0, -1))
-        return next((width for width, cost in costs if cost < width and self._purse.allows(cost)), 0)
+        return next((width for width in range(self._width, 0, -1) if self._can_afford(width)), 0)
+
+    def _can_afford(self, width: int) -> bool:
+        cost = self._extra(width)
+        return self._purse is None or (cost < width and self._purse.allows(cost))
 
     def _earn(self, length: int) -> None:
         if self._purse is not None and self._seen is not None:

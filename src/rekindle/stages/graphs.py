@@ -218,7 +218,8 @@ class RecordedSteps:
 
     def _give_up(self, key: tuple[GraphShape, Taps]) -> None:
         if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)  # it may still be running
+            with _recording:
+                torch.cuda.synchronize(self._model.device)  # it may still be running
         del self._steps[key]
 
     def _make(self, shape: GraphShape, taps: Taps) -> _Step:

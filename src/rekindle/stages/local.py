@@ -269,7 +269,7 @@ class LocalStage:
         if self._recording is None:
             return 0
         with self._on_device():
-            return self._recording.record_all(chunk, self._rewind_rows if self._state.logs_rows else 0)
+            return self._recording.record_all(chunk, self._rewind_rows, self._state.logs_rows)
 
     def blank(self, rows: int) -> torch.Tensor | None:
         """Activations of no meaning, as the stage before would send them; None for the first."""

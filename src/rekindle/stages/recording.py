@@ -46,13 +46,14 @@ class Recording:
             return None
         return padded if self._model.can_record(padded.rows) else None
 
-    def record_all(self, chunk: int, block: int) -> int:
+    def record_all(self, chunk: int, block: int, rewinds: bool) -> int:
         """Record every step that requests will need, with chunks of up to `chunk` rows and blocks of up to `block`,
-        over padding alone; how many there are. The stage must be idle."""
+        over padding alone; how many there are. rewinds: some layer replays rows when a slot goes back. The stage must
+        be idle."""
         if not self._table_width:
             return 0
         known = recorded_shapes(self._slots, self._table_width, chunk, len(self._paged.groups), block)
-        if block:
+        if block and rewinds:
             self.steps.make_rewind_ready()
         shapes = [shape for shape in known if self._model.can_record(shape.rows)]
         for count, shape in enumerate(shapes):

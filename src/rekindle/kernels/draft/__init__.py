@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rekindle.kernels.draft import naive
+from rekindle.kernels.draft.naive import ring_rows
 
 
 def store_ring(ring: Tensor, k: Tensor, v: Tensor, slots: Tensor, firsts: Tensor, counts: Tensor) -> None:
@@ -56,4 +57,4 @@ def walk(values: Tensor, first: Tensor, steps: Tensor) -> Tensor:
     return naive.walk(values, first, steps)
 
 
-__all__ = ["attend_ring", "convolve", "store_ring", "walk"]
+__all__ = ["attend_ring", "convolve", "ring_rows", "store_ring", "walk"]
