@@ -20,7 +20,7 @@ from rekindle.spec import DeltaSpec
 
 class DeltaState(SlotState):
     """The recurrent matrices and the convolution's window, both float32. Pending rows have moved the window on and the
-    matrices not: a copy to go back to would take more memory than the rows."""
+    matrices not: a copy to go back to would take three times the memory of the rows."""
 
     __slots__ = ("log", "spec", "states", "windows")
     logs_rows: ClassVar[bool] = True

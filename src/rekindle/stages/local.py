@@ -83,7 +83,7 @@ class LocalStage:
         self.pool, self._tables = self._paged.pool, self._paged.tables
         self._state = SpanState(model.spec, model.span, slots, self._paged)
         self._trade = None if memory is None else Trade(self.pool, model.units(memory))
-        self._pending: dict[int, int] = {}  # by slot: where its last segment began, if that is not settled yet
+        self._unsettled: dict[int, int] = {}  # by slot: where its last segment began, if that is not settled yet
         self._work = Counter(dict.fromkeys(WORK, 0))
         self._ways: dict[int, Counter[str]] = {}
         self._recording: Recording | None = None
@@ -229,7 +229,7 @@ class LocalStage:
     def _advance(self, batch: Batch) -> None:
         self._paged.advance(batch)
         if batch.rewindable:
-            self._pending.update((segment.slot, segment.position) for segment in batch.segments)
+            self._unsettled.update((segment.slot, segment.position) for segment in batch.segments)
 
     def _make_room(self, rows: int) -> None:
         in_float32 = self.model.device.type == "cpu"  # whatever the type of activations
@@ -288,7 +288,7 @@ class LocalStage:
     def close(self, slot: int) -> None:
         with self._on_device():
             self._state.clear(slot)
-        self._pending.pop(slot, None)
+        self._unsettled.pop(slot, None)
 
     def capture(self, slot: int) -> list[Part]:
         with self._on_device():
@@ -307,7 +307,7 @@ class LocalStage:
         self._state.abort(slot)
 
     def commit_restore(self, slot: int) -> None:
-        self._pending.pop(slot, None)
+        self._unsettled.pop(slot, None)
         with self._on_device():
             if self._trade is not None:  # for what comes there is room before it comes
                 self._trade.before([self._tables[slot]], self._state.missing(slot), rows=1)
@@ -316,7 +316,7 @@ class LocalStage:
     def rewind(self, slot: int, position: int) -> None:
         """Settle the slot's last forward: what lies behind `position` goes. It must have been rewindable, and none may
         have asked for the slot's state since: whoever does lets all rows stay."""
-        now, began = self._tables[slot].position, self._pending.get(slot)
+        now, began = self._tables[slot].position, self._unsettled.get(slot)
         if began is None and position == now:
             return
         assert began is not None, (
@@ -333,7 +333,7 @@ class LocalStage:
     @torch.inference_mode()
     def _settle(self, slot: int, position: int | None = None) -> None:
         """Of the slot's pending rows those before `position` stay, all if it is None."""
-        if (began := self._pending.pop(slot, None)) is None or not self._state.logs_rows:
+        if (began := self._unsettled.pop(slot, None)) is None or not self._state.logs_rows:
             return
         rows = (self._tables[slot].position if position is None else position) - began
         if self._recording is not None:

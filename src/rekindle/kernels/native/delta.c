@@ -283,35 +283,54 @@ typedef struct {
     Counter moved;
 } Replay;
 
-enum { KEPT = 32 }; /* rows whose decay is computed at once */
+enum { AT_ONCE = 8 }; /* rows */
 
-/* Rows [first, first + count) on one head's state, of which every value is loaded and saved once. */
+/* Some rows on VECTORS vectors of columns of a state, every value of which is loaded and saved once. */
+#define MOVE(NAME, VECTORS)                                                                                              \
+    INLINE void NAME(float *s, int64_t stride, int64_t n, const float *k, int64_t k_stride, const float *delta,          \
+                     int64_t delta_stride, const float *keep, int64_t rows) {                                            \
+        F d[AT_ONCE][VECTORS];                                                                                           \
+        for (int64_t row = 0; row < rows; row++)                                                                         \
+            for (int u = 0; u < VECTORS; u++) d[row][u] = load_f(delta + row * delta_stride + u * LANES);                \
+        for (int64_t i = 0; i < n; i++, s += stride) {                                                                   \
+            F x[VECTORS];                                                                                                \
+            for (int u = 0; u < VECTORS; u++) x[u] = load_f(s + u * LANES);                                              \
+            for (int64_t row = 0; row < rows; row++)                                                                     \
+                for (int u = 0; u < VECTORS; u++) x[u] = fma_f(all_f(k[row * k_stride + i]), d[row][u], x[u] * all_f(keep[row])); \
+            for (int u = 0; u < VECTORS; u++) save_f(s + u * LANES, x[u]);                                               \
+        }                                                                                                                \
+    }
+
+MOVE(move_four, 4)
+MOVE(move_one, 1)
+
+static void move_column(float *s, int64_t stride, int64_t n, const float *k, int64_t k_stride, const float *delta,
+                        int64_t delta_stride, const float *keep, int64_t rows) {
+    for (int64_t i = 0; i < n; i++, s += stride)
+        for (int64_t row = 0; row < rows; row++) *s = fma_1(k[row * k_stride + i], delta[row * delta_stride], *s * keep[row]);
+}
+
+/* Rows [first, first + count) on one head's state. */
 static void move_on(const Replay *r, int64_t head, int64_t first, int64_t count) {
     const DeltaLayer *l = r->l;
-    int64_t at = r->slot * r->log->rows + first, k_row = l->key_heads * l->key_dim, delta_row = l->value_heads * l->value_dim;
-    const float *k = r->log->k + at * k_row + head % l->key_heads * l->key_dim;
-    const float *delta = r->log->delta + at * delta_row + head * l->value_dim;
-    float *s = r->states + (r->slot * l->value_heads + head) * l->key_dim * l->value_dim, keep[KEPT];
+    int64_t at = r->slot * r->log->rows + first, keys = l->key_heads * l->key_dim, inner = l->value_heads * l->value_dim;
+    const float *k = r->log->k + at * keys + head % l->key_heads * l->key_dim;
+    const float *delta = r->log->delta + at * inner + head * l->value_dim;
+    float *s = r->states + (r->slot * l->value_heads + head) * l->key_dim * l->value_dim, keep[AT_ONCE];
     for (int64_t row = 0; row < count; row++) keep[row] = expf(r->log->g[(at + row) * l->value_heads + head]);
-    for (int64_t i = 0; i < l->key_dim; i++, s += l->value_dim) {
-        int64_t c = 0;
-        for (; c + LANES <= l->value_dim; c += LANES) {
-            F x = load_f(s + c);
-            for (int64_t row = 0; row < count; row++)
-                x = fma_f(all_f(k[row * k_row + i]), load_f(delta + row * delta_row + c), x * all_f(keep[row]));
-            save_f(s + c, x);
-        }
-        for (; c < l->value_dim; c++)
-            for (int64_t row = 0; row < count; row++)
-                s[c] = fma_1(k[row * k_row + i], delta[row * delta_row + c], s[c] * keep[row]);
-    }
+    int64_t c = 0;
+    for (; c + 4 * LANES <= l->value_dim; c += 4 * LANES)
+        move_four(s + c, l->value_dim, l->key_dim, k, keys, delta + c, inner, keep, count);
+    for (; c + LANES <= l->value_dim; c += LANES) move_one(s + c, l->value_dim, l->key_dim, k, keys, delta + c, inner, keep, count);
+    for (; c < l->value_dim; c++) move_column(s + c, l->value_dim, l->key_dim, k, keys, delta + c, inner, keep, count);
 }
 
 static void move_heads(void *work) {
     Replay *r = work;
     int64_t head;
     while ((head = claim_pieces(&r->moved, 1, r->l->value_heads)) >= 0)
-        for (int64_t row = 0; row < r->count; row += KEPT) move_on(r, head, row, r->count - row < KEPT ? r->count - row : KEPT);
+        for (int64_t row = 0; row < r->count; row += AT_ONCE)
+            move_on(r, head, row, r->count - row < AT_ONCE ? r->count - row : AT_ONCE);
 }
 
 static void put_window(const Replay *r, float *windows) {
