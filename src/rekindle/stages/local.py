@@ -313,6 +313,7 @@ class LocalStage:
                 self._trade.before([self._tables[slot]], self._state.missing(slot), rows=1)
             self._state.commit(slot)
 
+    @torch.inference_mode()
     def rewind(self, slot: int, position: int) -> None:
         """Settle the slot's last forward: what lies behind `position` goes. It must have been rewindable, and none may
         have asked for the slot's state since: whoever does lets all rows stay."""
