@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.engine.engine import Engine, EngineSettings
@@ -67,15 +68,15 @@ class SumState(SlotState):
 
     def __init__(self, spec: SumSpec, slots: int, device: torch.device) -> None:
         self.sums = torch.zeros(slots + 1, spec.width, device=device)
+        self.rows = torch.zeros(slots + 1, 0, spec.width, device=device)
         super().__init__({"sum": self.sums})
 
     def make_room(self, rows: int, dtype: torch.dtype) -> None:
-        self.before = torch.zeros_like(self.sums)
-        self.rows = torch.zeros(len(self.sums), rows, self.sums.shape[1], device=self.sums.device)
+        self.rows = pad(self.rows, (0, 0, 0, rows - self.rows.shape[1]))
 
     def rewind(self, where: Tensor) -> None:
         slot, count = where[:1], where[1]
-        total = self.before.index_select(0, slot)
+        total = self.sums.index_select(0, slot)
         for i, row in enumerate(self.rows.index_select(0, slot).unbind(1)):
             total = torch.where(i < count, total + row, total)
         self.sums.index_copy_(0, slot.long(), total)
@@ -97,12 +98,13 @@ class SumBlock(MixerBlock[SumSpec, SumState]):
     def forward(self, h: Tensor, rows: Ragged, state: SumState) -> Tensor:
         sums = torch.empty_like(h)
         for _, slot, segment in rows.walk():
-            if rows.rewindable:
-                state.before[slot] = state.sums[slot]
+            total = state.sums[slot]
+            if rows.rewindable:  # pending: the sum stays as it is until it is known how many rows do
+                total = total.clone()
                 state.rows[slot, : segment.stop - segment.start] = h[segment]
             for i in range(segment.start, segment.stop):  # row after row: the same bits whatever the chunks are
-                state.sums[slot] += h[i]
-                sums[i] = state.sums[slot]
+                total += h[i]
+                sums[i] = total
         return multiply(sums, self.out)
 
 
@@ -327,4 +329,4 @@ def test_the_plan_counts_its_bytes() -> None:
     counted = {item.name: item.bytes for stage in plan.stages for item in stage.items}
     sums, slots, row = 3, 2, 4 * 32
     assert counted["running sums"] == sums * slots * row
-    assert counted["rewind rows"] == sums * slots * 8 * row
+    assert counted["rewind rows"] == sums * (slots + 1) * 8 * row

@@ -57,13 +57,15 @@ def test_q8_kv_of_the_known_models() -> None:
 
 
 def test_rewind_rows_are_cheaper_than_states_per_token() -> None:
-    """27B, 16 rows: k of 16 heads and δ of 48, 128 each, g, and 10,240 convolution inputs in bfloat16: less than a
-    megabyte for each of 48 layers. A state per row would be 2.25 GiB in all."""
+    """27B, 16 rows: k of 16 heads and δ of 48, 128 each, g, and 10,240 convolution inputs in bfloat16, and the window
+    before them in float32: less than a megabyte for each of 48 layers. A state per row would be 2.25 GiB in all."""
     spec, _ = known_shapes("27B", "Q4_K_M")
     mixers = MixerSums(spec).of(spec.whole)
-    assert mixers.rewind_bytes(16, 2) == 48 * 16 * (10_240 * 2 + (16 * 128 + 48 * (128 + 1)) * 4)
+    rows = 16 * (10_240 * 2 + (16 * 128 + 48 * (128 + 1)) * 4)
+    assert mixers.rewind_bytes(16, 2) == 48 * (rows + 3 * 10_240 * 4)
     assert mixers.rewind_bytes(16, 2) / 48 < 1e6
     assert mixers.rewind_bytes(16, 2) < 16 * mixers.slot_bytes()["recurrent state"] / 50
+    assert mixers.rewind_bytes(0, 2) == 0
 
 
 def test_file_sizes_of_the_known_models() -> None:
@@ -102,7 +104,7 @@ def test_state_is_reserved_per_slot() -> None:
     stage = make_plan(one_gpu(24 * GIB), spec, sizes, Wishes(8192, sequences=4, rewind_rows=16)).stage(0)
     assert stage.bytes_of("recurrent state") == 4 * 60 * MIB
     assert stage.bytes_of("conv windows") == 4 * 2.8125 * MIB
-    assert stage.bytes_of("rewind bases") == 4 * 62.8125 * MIB
+    assert stage.bytes_of("rewind rows") == 5 * MixerSums(spec).of(spec.whole).rewind_bytes(16, 2)  # padding is one
     assert stage.bytes_of("padding slot and page") == 62.8125 * MIB + 64 * 20 * KIB
     assert stage.bytes_of("captures in flight") == 2 * (62.8125 * MIB + 64 * 20 * KIB) + 64 * 64 * 20 * KIB
 

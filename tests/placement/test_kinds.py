@@ -50,8 +50,7 @@ def test_a_new_kind_of_mixer_is_counted_by_its_own_answers() -> None:
     stage = plan_of_sums().stage(0)
     assert stage.page_bytes == 4 * PAGE * 1000
     assert stage.bytes_of("running sums") == 3 * 4 * 4000
-    assert stage.bytes_of("rewind rows") == 3 * 4 * 8 * 4
-    assert stage.bytes_of("rewind bases") == 3 * 4 * 4000
+    assert stage.bytes_of("rewind rows") == (3 + 1) * 4 * 8 * 4
     assert stage.bytes_of("padding slot and page") == 4 * 4000 + stage.page_bytes
     decode_rows = 3 * (1 + 4)
     assert stage.bytes_of("sum scratch") == 512 + 2 * decode_rows  # of one layer: they take turns

@@ -171,8 +171,9 @@ def test_a_page_written_again_after_a_rewind_is_sent_again(hall: Hall) -> None:
     local, remote = first(), hall.remote(first())
     for stage in (local, remote):
         stage.open(0)
-        stage.forward(Batch((Segment(0, 0, prompt(2 * PAGE)),), rewindable=True), None)
+        run(stage, 0, prompt(PAGE + 3))
         stage.capture(0)
+        stage.forward(Batch((Segment(0, PAGE + 3, prompt(PAGE)),), rewindable=True), None)
         stage.rewind(0, PAGE + 7)
         run(stage, 0, prompt(2 * PAGE, seed=2), PAGE + 7)
     assert same_parts(local.capture(0), remote.capture(0))
@@ -315,7 +316,7 @@ def test_a_segment_that_does_not_begin_where_its_slot_stands_is_refused(hall: Ha
     run(remote, 0, prompt(3), 3)
 
 
-def test_a_slot_goes_back_only_into_its_last_block(hall: Hall) -> None:
+def test_a_slot_goes_back_only_into_its_last_block_and_once(hall: Hall) -> None:
     remote = hall.remote(first())
     remote.open(0)
     run(remote, 0, prompt(5))
@@ -323,11 +324,16 @@ def test_a_slot_goes_back_only_into_its_last_block(hall: Hall) -> None:
         with pytest.raises(BadFrame, match=f"slot 0 can be between 5 and 5, the frame goes back to {position}"):
             remote.rewind(0, position)
     remote.forward(Batch((Segment(0, 5, (1, 2, 3)),), rewindable=True), None)
-    remote.rewind(0, 7)
-    remote.rewind(0, 6)
-    with pytest.raises(BadFrame, match="slot 0 can be between 5 and 6, the frame goes back to 4"):
+    with pytest.raises(BadFrame, match="slot 0 can be between 5 and 8, the frame goes back to 4"):
         remote.rewind(0, 4)
-    run(remote, 0, (9,), 6)
+    remote.rewind(0, 7)
+    with pytest.raises(BadFrame, match="slot 0 can be between 7 and 7, the frame goes back to 6"):
+        remote.rewind(0, 6)
+    remote.forward(Batch((Segment(0, 7, (4, 5)),), rewindable=True), None)
+    remote.capture(0)
+    with pytest.raises(BadFrame, match="slot 0 can be between 9 and 9, the frame goes back to 8"):
+        remote.rewind(0, 8)
+    run(remote, 0, (9,), 9)
 
 
 def test_a_token_beyond_the_vocabulary_or_31_bits_is_refused_and_the_shard_goes_on(hall: Hall) -> None:

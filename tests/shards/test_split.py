@@ -77,6 +77,19 @@ def test_a_split_with_a_remote_shard_answers_bit_for_bit(pipelines: tuple[Pipeli
     assert all(stage.pages().used == 0 for pipeline in pipelines for stage in pipeline.stages)
 
 
+def test_every_stage_settles_a_block_that_nobody_did(pipelines: tuple[Pipeline, Pipeline]) -> None:
+    """All of it was accepted: the next forward, another block or a capture comes without a rewind."""
+    for pipeline in pipelines:
+        for slot in (0, 1):
+            pipeline.open(slot)
+            feed(pipeline, slot, 0, 60)
+        for at, stop, blocks in ((60, 68, True), (68, 71, True), (71, 72, False), (72, 80, True)):
+            rows = [feed(pipeline, 1, row, row + 1) for row in range(at, stop)]
+            assert torch.equal(feed(pipeline, 0, at, stop, rewindable=blocks), torch.cat(rows))
+        a, b = (tensors(pipeline.capture(slot).result()) for slot in (0, 1))
+        assert all(map(torch.equal, a, b))
+
+
 def test_a_snapshot_of_a_split_restores_on_one_stage_and_back(pipelines: tuple[Pipeline, Pipeline]) -> None:
     one, split = pipelines
     for giver, taker in ((split, one), (one, split)):

@@ -95,7 +95,7 @@ def test_decode_verify_and_prefill_give_every_token_the_same_bits(golden: Path, 
             position += size
         logits[label] = torch.cat([row for row in rows if row is not None])
     assert all(torch.equal(one, logits[1]) for one in logits.values())
-    parts = [[t for state in stage._state.layers.values() for t in state.cleared(slot)] for slot in range(len(runs))]
+    parts = [[t for part in stage.capture(slot) for t in part.tensors.values()] for slot in range(len(runs))]
     assert all(torch.equal(a, b) for part in parts for a, b in zip(part, parts[0], strict=True))
 
 

@@ -120,20 +120,102 @@ def test_rewound_slot_equals_one_that_never_ran_the_rejected_rows(
     stage.check()
 
 
-def test_rewind_does_not_write_into_a_page_that_a_snapshot_shares(stage: LocalStage) -> None:
-    stage.open(0)
+def verify(stage: LocalStage, slot: int, start: int, stop: int) -> None:
+    stage.forward(Batch((Segment(slot, start, tuple(TOKENS[start:stop]), Wanted.ALL),), rewindable=True), None)
+
+
+@pytest.fixture(params=["recorded on a CPU", "recorded as on a GPU", "not recorded"])
+def blocks(request: Any, make_tiny: Any) -> LocalStage:
+    """Every way in which a stage runs blocks and settles them; what they are logged in holds no number before."""
+    record = (lambda step, warm=None: step) if request.param == "recorded as on a GPU" else None
+    result: LocalStage = make_tiny("dense").stage(slots=3, pages=32, rewind_rows=16, record=record)
+    if request.param == "not recorded":
+        result._cpu_steps = None
+    for state in result._state.layers.values():
+        for tensor in getattr(state, "log", None).tensors if state.logs_rows else ():
+            tensor.fill_(torch.nan)
+    return result
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("reader", ["forward", "capture", "a block", "a rewind to its end"])
+def test_a_block_that_nobody_settled_is_settled_whole_by_whoever_reads_next(
+    blocks: LocalStage, reader: str, rows: int
+) -> None:
+    """Slot 1 runs the same rows one by one; slot 2 has a block that stays pending meanwhile."""
+    stage, end = blocks, 60 + rows
+    for slot in range(3):
+        feed(stage, slot, 0, 60)
+    verify(stage, 2, 60, 76)
+    verify(stage, 0, 60, end)
+    feed(stage, 1, 60, end, step=1)
+    if reader == "forward":
+        assert torch.equal(feed(stage, 0, end, end + 1), feed(stage, 1, end, end + 1))
+    elif reader == "a block":
+        for slot in (0, 1):
+            verify(stage, slot, end, end + 5)
+            stage.rewind(slot, end + 2)
+    elif reader == "a rewind to its end":
+        stage.rewind(0, end)
+    assert _same(stage, 0, 1)
+    feed(stage, 1, stage._tables[1].position, 90, step=1)
+    feed(stage, 0, stage._tables[0].position, 90, step=1)
+    stage.rewind(2, 63)
+    feed(stage, 2, 63, 90, step=1)
+    assert _same(stage, 0, 1) and _same(stage, 2, 1)
+
+
+def test_a_pending_block_is_dropped_with_what_its_slot_held(blocks: LocalStage) -> None:
+    feed(blocks, 0, 0, 60)
+    parts = blocks.capture(0)
+    verify(blocks, 0, 60, 70)
+    blocks.restore(0, 60, parts)
+    feed(blocks, 1, 0, 30)
+    verify(blocks, 1, 30, 40)
+    blocks.close(1)
+    feed(blocks, 1, 0, 60)
+    assert _same(blocks, 0, 1)
+
+
+def test_blocks_of_one_batch_are_settled_each_by_itself(blocks: LocalStage) -> None:
+    starts, rows, keep = (60, 33, 5), (4, 16, 1), (2, 16, 0)
+    for slot, start in enumerate(starts):
+        feed(blocks, slot, 0, start)
+    pieces = zip(range(3), starts, rows, strict=True)
+    segments = [Segment(slot, at, tuple(TOKENS[at : at + count]), Wanted.ALL) for slot, at, count in pieces]
+    blocks.forward(Batch(tuple(segments), rewindable=True), None)
+    for slot in (2, 0):  # the other is settled by its capture
+        blocks.rewind(slot, starts[slot] + keep[slot])
+    settled = [blocks.capture(slot) for slot in range(3)]
+    for parts, start, count in zip(settled, starts, keep, strict=True):
+        blocks.open(0)
+        feed(blocks, 0, 0, start)
+        if count:
+            feed(blocks, 0, start, start + count, step=1)
+        for a, b in zip(parts, blocks.capture(0), strict=True):
+            assert all(map(torch.equal, _tensors(a), _tensors(b)))
+
+
+@pytest.mark.parametrize("way", ["capture", "rewind", "forward"])
+def test_a_settled_block_cannot_be_gone_back_into(stage: LocalStage, way: str) -> None:
+    """So no page is cut that a snapshot shares."""
     feed(stage, 0, 0, 60)
-    stage.forward(Batch((Segment(0, 60, tuple(TOKENS[60:70])),), rewindable=True), None)
-    parts = stage.capture(0)
-    copies = [[t.clone() for t in _tensors(part)] for part in parts]
-    stage.restore(1, 70, parts)
-    stage.rewind(0, 62)
-    stage.forward(Batch((Segment(0, 62, (5, 6, 7)),)), None)
-    for part, kept in zip(parts, copies, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(_tensors(part), kept, strict=True))
-    expected = feed(stage, 1, 70, 80)
-    stage.restore(2, 70, parts)
-    assert torch.equal(feed(stage, 2, 70, 80), expected)
+    verify(stage, 0, 60, 70)
+    if way == "capture":
+        stage.capture(0)
+    elif way == "rewind":
+        stage.rewind(0, 70)
+    else:
+        feed(stage, 0, 70, 71)
+    stands = 71 if way == "forward" else 70
+    stage.rewind(0, stands)
+    with pytest.raises(AssertionError, match=f"cannot go back to 62: .* or is settled at {stands}"):
+        stage.rewind(0, 62)
+
+
+def _same(stage: LocalStage, a: int, b: int) -> bool:
+    pairs = zip(stage.capture(a), stage.capture(b), strict=True)
+    return all(all(map(torch.equal, _tensors(x), _tensors(y))) for x, y in pairs)
 
 
 def test_parts_of_other_layers_or_lengths_are_refused_and_leave_the_slot_empty(stage: LocalStage) -> None:
@@ -195,17 +277,14 @@ def test_batching_with_others_changes_no_greedy_token_and_hardly_a_logit(stage: 
 def test_a_rewind_that_the_last_block_does_not_reach_is_refused_before_anything_moves(
     stage: LocalStage, position: int
 ) -> None:
-    stage.open(0)
-    feed(stage, 0, 0, 100)
-    stage.forward(Batch((Segment(0, 100, tuple(TOKENS[100:120])),), rewindable=True), None)
-    before = stage.capture(0)
+    for slot in (0, 1):
+        feed(stage, slot, 0, 100)
+        verify(stage, slot, 100, 120)
     with pytest.raises(AssertionError, match=f"cannot go to {position}: .* from 100 to 120"):
         stage.rewind(0, position)
-    for part, truth in zip(stage.capture(0), before, strict=True):
-        if not part.is_paged:
-            assert all(map(torch.equal, part.tensors.values(), truth.tensors.values()))
-    stage.rewind(0, 110)
-    stage.close(0)
+    for slot in (0, 1):
+        stage.rewind(slot, 110)
+    assert _same(stage, 0, 1)
 
 
 def test_a_stage_that_stops_ends_the_threads_of_its_copies(stage: LocalStage, monkeypatch: pytest.MonkeyPatch) -> None:

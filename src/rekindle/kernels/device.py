@@ -76,11 +76,11 @@ def pdl_arguments(device: torch.device) -> dict[str, bool]:
     (gdc_launch_dependents: `gemv` and `stream_k` when a program has its sums, others at once), and waits (gdc_wait)
     before it touches anything that an earlier launch writes or reads. Weights it may read before the wait.
 
-    Exceptions: gated_delta_step and gated_delta_rows read the state of their slot before they wait (the rows write it
-    to the rewind log, too), replay_rows reads that log, attention reads positions and tables. The previous step wrote
-    those, or the copy of this step's inputs. A forward begins with that copy, one launch without PDL: it waits for all
-    earlier launches, and all later ones wait for it. Only after it may kernels read state before their wait, so two
-    steps on one state need such a launch between them."""
+    Exceptions: gated_delta_step and gated_delta_rows read the state of their slot before they wait, replay_rows reads
+    that state and the rewind log, attention reads positions and tables. An earlier step wrote those, or the copy of
+    this step's inputs. A forward begins with that copy, a replay with that of its slot and count, one launch without
+    PDL: it waits for all earlier launches, and all later ones wait for it. Only after it may kernels read state before
+    their wait, so two steps on one state need such a launch between them."""
     return {"PDL": True, "launch_pdl": True} if _has_dependent_launch(device) else {"PDL": False}
 
 

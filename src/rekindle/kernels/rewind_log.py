@@ -1,4 +1,4 @@
-"""The log of the last block of rows in every slot, from which rewind rebuilds a state inside that block."""
+"""The log of the last block of rows in every slot, from which rewind makes the state after as many as stay."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rekindle.spec import DeltaSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewindLog:
-    """The last block of every slot in one DeltaNet layer: state and window before it, and its rows; float32,
-    but for the inputs of the convolution, which stay in the type that they were computed in."""
+    """The last block of every slot in one DeltaNet layer: the window before it, and its rows; float32, but for the
+    inputs of the convolution, which stay in the type that they were computed in. The state before the block is no part
+    of it: that stays where it is until it is known how many rows stay."""
 
-    states: Tensor  # [slots, value_heads, Dk, Dv] before the block
     windows: Tensor  # [slots, conv_width - 1, channels] before the block
     inputs: Tensor  # [slots, rows, channels], raw inputs of the convolution
     k: Tensor  # [slots, rows, key_heads, Dk]
@@ -33,13 +33,16 @@ class RewindLog:
             return torch.zeros(slots, *shape, device=device, dtype=dtype)
 
         return cls(
-            zeros(spec.value_heads, spec.key_dim, spec.value_dim),
             zeros(spec.conv_width - 1, spec.conv_channels),
             zeros(rows, spec.conv_channels, dtype=dtype),
             zeros(rows, spec.key_heads, spec.key_dim),
             zeros(rows, spec.value_heads, spec.value_dim),
             zeros(rows, spec.value_heads),
         )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.windows, self.inputs, self.k, self.delta, self.g
 
     @property
     def rows(self) -> int:

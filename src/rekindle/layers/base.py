@@ -29,7 +29,8 @@ class LayerState(ABC):
     """What one layer carries for every slot of its stage."""
 
     __slots__ = ()
-    # The block logs the rows of a rewindable batch here, and `rewind` replays them. Pages need no log: they are cut.
+    # The block logs the rows of a rewindable batch here, and every segment of it is pending until `rewind` has settled
+    # it with the rows that stay. Pages need no log: they are cut.
     logs_rows: ClassVar[bool] = False
 
     @abstractmethod
@@ -50,12 +51,15 @@ class LayerState(ABC):
         return []
 
     def make_room(self, rows: int, dtype: torch.dtype) -> None:
-        """For batches of up to `rows` rows in every slot; dtype: of activations, as kernels write them down."""
+        """For batches of up to `rows` rows in every slot; dtype: of activations, as kernels write them down. What is
+        pending stays so."""
         raise NotImplementedError(f"{type(self).__name__} logs no rows")
 
     def rewind(self, where: Tensor) -> None:
-        """Go to the state after where[1] rows of the last rewindable batch of slot where[0]. `where` is int32 [2] on
-        the device, and the host does not read it: a recorded rewind serves every slot."""
+        """Settle the pending rows of slot where[0]: its state becomes that after the first where[1] of them, be it none
+        or all. The stage asks once for each rewindable segment, before anything reads the slot's state, unless it is
+        cleared or restored; until then the state may be whatever suits the kind. `where` is int32 [2] on the device,
+        and the host does not read it: a recorded rewind serves every slot."""
         raise NotImplementedError(f"{type(self).__name__} logs no rows")
 
     @classmethod

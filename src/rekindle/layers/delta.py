@@ -19,7 +19,8 @@ from rekindle.spec import DeltaSpec
 
 
 class DeltaState(SlotState):
-    """The recurrent matrices and the convolution's window, both float32."""
+    """The recurrent matrices and the convolution's window, both float32. Pending rows have moved the window on and the
+    matrices not: a copy to go back to would take three times the memory of the rows."""
 
     __slots__ = ("log", "spec", "states", "windows")
     logs_rows: ClassVar[bool] = True
@@ -38,7 +39,7 @@ class DeltaState(SlotState):
             self.log = self.log.grown(rows)
 
     def rewind(self, where: Tensor) -> None:
-        assert self.log is not None, "only a rewindable forward can be gone back into"
+        assert self.log is not None, "only a rewindable forward is settled"
         replay_rows(self.log, where, self.states, self.windows)
 
     @classmethod

@@ -35,7 +35,7 @@ class SpanMixers:
         return dict(total)
 
     def rewind_bytes(self, rows: int, value_bytes: int) -> int:
-        """What one slot logs of a block of `rows` rows."""
+        """What one slot keeps of a block of `rows` rows under verify."""
         return sum(layers * mixer.rewind_bytes(rows, value_bytes) for mixer, layers in self.counts)
 
     def work_bytes(self, rows: int, decode_rows: int) -> Bytes:

@@ -143,8 +143,8 @@ def _state_items(wishes: Wishes, device: Device, mixers: SpanMixers) -> list[Ite
     return [
         *(Item(name, slots * size) for name, size in by_name.items()),
         Item("padding slot and page", slot + page),  # padded rows of a replayed graph write here
-        Item("rewind rows", slots * mixers.rewind_bytes(rows, F32 if device.is_cpu else wishes.compute_bytes)),
-        Item("rewind bases", slots * slot if rows else 0),  # the state before the block
+        # Padding is a block, too.
+        Item("rewind rows", (slots + 1) * mixers.rewind_bytes(rows, F32 if device.is_cpu else wishes.compute_bytes)),
         Item(CAPTURES, IN_FLIGHT * (slot + page) + apart),
     ]
 

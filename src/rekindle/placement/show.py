@@ -30,7 +30,6 @@ LEGEND: tuple[tuple[str, str, frozenset[str]], ...] = (
             {
                 "padding slot and page",
                 "rewind rows",
-                "rewind bases",
                 "captures in flight",
             }
         ),

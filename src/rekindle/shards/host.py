@@ -211,12 +211,11 @@ class StageHost:
             raise BadFrame(f"the frame brings token {highest}, the vocabulary has {self._vocabulary}")
 
     @staticmethod
-    def _reach_of(session: HeldSession, body: frames.Rewind) -> range:
+    def _check_reach(session: HeldSession, body: frames.Rewind) -> None:
         reach = session.reach.get(body.slot, range(0))
         if not reach.start <= body.position <= reach.stop:
             there = f"between {reach.start} and {reach.stop}"
             raise BadFrame(f"slot {body.slot} can be {there}, the frame goes back to {body.position}")
-        return reach
 
     def _import_hidden(self, rows: int, tensors: Tensors) -> torch.Tensor | None:
         wanted = {"hidden"} if self.terms.span.start else set()
@@ -232,6 +231,8 @@ class StageHost:
     def _capture(self, session: HeldSession, frame_id: int, body: frames.Capture) -> tuple[AnyBody, Tensors]:
         held = session.held.get(body.slot, NOTHING_HELD)
         parts = self.stage.capture(body.slot)
+        if (reach := session.reach.get(body.slot)) is not None:  # what was captured stays
+            session.reach[body.slot] = range(reach.stop, reach.stop)
         exported = export_parts(parts, held.pages if held.id == body.since else {})
         session.held[body.slot] = Held(frame_id, pages_of(parts))
         return frames.Captured(exported.entries, self._count_pages()), exported.tensors
@@ -258,9 +259,9 @@ class StageHost:
             session.slots.discard(body.slot)
         elif isinstance(body, frames.Rewind):
             self._take_slot(session, body.slot)
-            reach = self._reach_of(session, body)
+            self._check_reach(session, body)
             self.stage.rewind(body.slot, body.position)
-            session.reach[body.slot] = range(reach.start, body.position)
+            session.reach[body.slot] = range(body.position, body.position)  # once for each block
         elif isinstance(body, frames.Commit):
             self._commit(session, body.slot)
         elif isinstance(body, frames.Abort):

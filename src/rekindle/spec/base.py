@@ -75,8 +75,8 @@ class MixerSpec(ABC):
         return {}
 
     def rewind_bytes(self, rows: int, value_bytes: int = F32) -> int:
-        """What one layer and slot logs of a block of `rows` rows under verify, so that it can be rewound into it;
-        value_bytes: of an activation."""
+        """What one layer and slot keeps of a block of `rows` rows under verify until it is known how many of them stay,
+        everything included; value_bytes: of an activation."""
         return 0
 
     def work_bytes(self, rows: int, decode_rows: int) -> Bytes:

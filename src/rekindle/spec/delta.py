@@ -65,9 +65,10 @@ class DeltaSpec(MixerSpec):
         return {"recurrent state": self.state_values * F32, "conv windows": self.window_values * F32}
 
     def rewind_bytes(self, rows: int, value_bytes: int = F32) -> int:
-        """Of every row the convolution's input, as it was computed, k of the key heads, δ and g."""
+        """The window before the block, and of every row the convolution's input, as it was computed, k of the key
+        heads, δ and g."""
         values = self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
-        return rows * (values * F32 + self.conv_channels * value_bytes)
+        return rows * (values * F32 + self.conv_channels * value_bytes) + (self.window_values * F32 if rows else 0)
 
     def work_bytes(self, rows: int, decode_rows: int) -> Bytes:
         # solved keys and values, queries, writes, and the matrices between the rows of a sub-chunk

@@ -117,6 +117,6 @@ class CpuSteps:
         return step
 
     def forget_blocks(self) -> None:
-        """What rewind goes back into lies in new memory: steps over the old one are of no use."""
+        """Blocks are logged in new memory: steps over the old one are of no use."""
         for key in [key for key in self._steps if key[0].rewindable]:
             del self._steps[key]

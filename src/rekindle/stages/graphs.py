@@ -255,12 +255,13 @@ class RecordedSteps:
         return self._logits
 
     def rewind(self, slot: int, count: int) -> None:
-        """Every layer's state of the slot goes to where it stood after `count` rows of its last block."""
+        """Every layer's state of the slot moves on by the first `count` rows of its last block, which settles it."""
         replay = self._rewind or self.make_rewind_ready()
         self._send_where(slot, count)
         replay()
 
     def make_rewind_ready(self) -> Callable[[], None]:
+        """Recorded over no rows, so that no state moves."""
         self._send_where(self._scratch_slot, 0)
         self._rewind = self._record(lambda: self._state.rewind(self._where))
         return self._rewind
@@ -271,6 +272,6 @@ class RecordedSteps:
             self._where.copy_(host, non_blocking=True)
 
     def forget_blocks(self) -> None:
-        """What rewind goes back into lies in new memory: steps over the old one are of no use."""
+        """Blocks are logged in new memory: steps over the old one are of no use."""
         self._steps = {key: step for key, step in self._steps.items() if not key[0].rewindable}
         self._rewind = None

@@ -83,7 +83,7 @@ class LocalStage:
         self.pool, self._tables = self._paged.pool, self._paged.tables
         self._state = SpanState(model.spec, model.span, slots, self._paged)
         self._trade = None if memory is None else Trade(self.pool, model.units(memory))
-        self._blocks: dict[int, int] = {}  # by slot: where the block began that can be gone back into
+        self._unsettled: dict[int, int] = {}  # by slot: where its last segment began, if that is not settled yet
         self._work = Counter(dict.fromkeys(WORK, 0))
         self._ways: dict[int, Counter[str]] = {}
         self._recording: Recording | None = None
@@ -177,7 +177,7 @@ class LocalStage:
             x = self.model.leave(x).float() if headless else x
         if headless and self._recording is not None:
             self._recording.record_following(batch, pages)
-        self._paged.advance(batch)
+        self._advance(batch)
         skipping = self._paged.skipping
         features = tuple(_feature_rows(rows, batch) for rows in outputs)
         if not self.model.is_last:
@@ -214,18 +214,22 @@ class LocalStage:
         return x, outputs, True
 
     def _prepare(self, batch: Batch) -> list[SegmentPages]:
-        """Pages for every row; the slots' earlier blocks cannot be gone back into any more."""
+        """Pages for every row; what is pending of the slots' earlier blocks stays."""
         for segment in batch.segments:
             position = self._tables[segment.slot].position
             assert position == segment.position, (
                 f"slot {segment.slot} stands at {position}, the segment begins at {segment.position}"
             )
-            self._blocks.pop(segment.slot, None)
+            self._settle(segment.slot)
         pages = self._paged.prepare(batch)
         if batch.rewindable:
             self._make_room(max(map(len, batch.segments)))
-            self._blocks.update((segment.slot, segment.position) for segment in batch.segments)
         return pages
+
+    def _advance(self, batch: Batch) -> None:
+        self._paged.advance(batch)
+        if batch.rewindable:
+            self._unsettled.update((segment.slot, segment.position) for segment in batch.segments)
 
     def _make_room(self, rows: int) -> None:
         in_float32 = self.model.device.type == "cpu"  # whatever the type of activations
@@ -284,10 +288,11 @@ class LocalStage:
     def close(self, slot: int) -> None:
         with self._on_device():
             self._state.clear(slot)
-        self._blocks.pop(slot, None)
+        self._unsettled.pop(slot, None)
 
     def capture(self, slot: int) -> list[Part]:
         with self._on_device():
+            self._settle(slot)
             return self._state.capture(slot)
 
     def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
@@ -302,7 +307,7 @@ class LocalStage:
         self._state.abort(slot)
 
     def commit_restore(self, slot: int) -> None:
-        self._blocks.pop(slot, None)
+        self._unsettled.pop(slot, None)
         with self._on_device():
             if self._trade is not None:  # for what comes there is room before it comes
                 self._trade.before([self._tables[slot]], self._state.missing(slot), rows=1)
@@ -310,22 +315,28 @@ class LocalStage:
 
     @torch.inference_mode()
     def rewind(self, slot: int, position: int) -> None:
-        """Go back into the slot's last forward, which must have been rewindable."""
-        now, began = self._tables[slot].position, self._blocks.get(slot)
-        if position == now:
+        """Settle the slot's last forward: what lies behind `position` goes. It must have been rewindable, and none may
+        have asked for the slot's state since: whoever does lets all rows stay."""
+        now, began = self._tables[slot].position, self._unsettled.get(slot)
+        if began is None and position == now:
             return
-        assert began is not None, f"slot {slot} cannot go back to {position}: its last forward was not rewindable"
-        assert began <= position < now, (
+        assert began is not None, (
+            f"slot {slot} cannot go back to {position}: its last forward was not rewindable, or is settled at {now}"
+        )
+        assert began <= position <= now, (
             f"slot {slot} cannot go to {position}: its last rewindable segment reaches from {began} to {now}"
         )
         with self._on_device():
-            self._rewind_layers(slot, position - began)
-            self._paged.truncate(slot, position)
+            self._settle(slot, position)
+            if position < now:
+                self._paged.truncate(slot, position)
 
-    def _rewind_layers(self, slot: int, rows: int) -> None:
-        """To where they stood after `rows` rows of the slot's block."""
-        if not self._state.logs_rows:
+    @torch.inference_mode()
+    def _settle(self, slot: int, position: int | None = None) -> None:
+        """Of the slot's pending rows those before `position` stay, all if it is None."""
+        if (began := self._unsettled.pop(slot, None)) is None or not self._state.logs_rows:
             return
+        rows = (self._tables[slot].position if position is None else position) - began
         if self._recording is not None:
             self._recording.steps.rewind(slot, rows)
         else:

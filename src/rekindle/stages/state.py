@@ -100,6 +100,7 @@ class SpanState:
         return True
 
     def rewind(self, where: torch.Tensor) -> None:
-        """where: int32 [2] on the device, a slot and the rows of its last block that stay. Pages are cut apart."""
+        """Settle a block: where is int32 [2] on the device, a slot and the rows of its last block that stay, once for
+        each block. Pages are cut apart."""
         for rewind in self._rewinders:
             rewind(where)

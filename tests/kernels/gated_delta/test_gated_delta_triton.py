@@ -142,9 +142,12 @@ def _block(spec, inputs, states, windows, ragged, kept, kernels):
     """Convolution, then the recurrence, both keeping their rows."""
     rule, convolution = kernels
     mixed, a, b, decay, dt_bias = inputs
-    taps = torch.arange(1.0, 4 * spec.conv_channels + 1).view(-1, 4).sin()
-    mixed = convolution.conv_silu(mixed, taps, windows, ragged, kept)
+    mixed = convolution.conv_silu(mixed, _taps(spec), windows, ragged, kept)
     return rule.gated_delta_rows(mixed, a, b, decay, dt_bias, states, ragged, spec, kept)
+
+
+def _taps(spec):
+    return torch.arange(1.0, 4 * spec.conv_channels + 1).view(-1, 4).sin()
 
 
 @pytest.mark.parametrize("spec", [TWICE, THRICE])
@@ -159,7 +162,7 @@ def test_kept_rows_are_those_of_the_definition_padding_included(make_ragged, spe
         states, windows = _states(3, spec), torch.randn(3, 3, spec.conv_channels)
         kept = RewindLog.zeros(spec, 3, 8, torch.device("cpu"))
         out = _block(spec, inputs, states, windows, ragged, kept, kernels)
-        made.append((out, states, windows, kept.states, kept.windows, kept.inputs, kept.k, kept.delta, kept.g))
+        made.append((out, states, windows, *kept.tensors))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
@@ -168,12 +171,14 @@ def test_padding_that_no_row_was_left_for_keeps_nothing(make_ragged):
     """A full block in a recorded step: the segment of padding behind it is empty."""
     states, kept = _states(3, TWICE), RewindLog.zeros(TWICE, 3, 4, torch.device("cpu"))
     before = states.clone()
+    for tensor in kept.tensors:
+        tensor.fill_(torch.nan)
     ragged = replace(make_ragged([(1, 0, 4), (2, 0, 0)]), lengths=(4, 0))
     row_kernels.gated_delta_rows(*_inputs(4, TWICE), states, ragged, TWICE, kept)
-    assert torch.equal(states[2], before[2])
-    assert not torch.equal(states[1], before[1])
-    assert kept.states[1].any()
-    assert not kept.states[2].any()
+    assert torch.equal(states, before), "nor does a block that is logged move its state"
+    for rows in (kept.k, kept.delta, kept.g):
+        assert rows[1].isfinite().all()
+        assert rows[2].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -184,28 +189,36 @@ def test_replayed_rows_rebuild_state_and_window_bit_for_bit(make_ragged, spec, d
     inputs = _inputs(7, spec)
     inputs = (inputs[0].to(dtype), *inputs[1:])
     states, windows = _states(2, spec), torch.randn(2, 3, spec.conv_channels)
-    befores = states.clone(), windows.clone()
-    kept = RewindLog.zeros(spec, 2, 6, torch.device("cpu"), dtype)
     kernels = row_kernels, conv_triton
-    _block(spec, inputs, states, windows, make_ragged([(1, 3, 5), (0, 0, 2)]), kept, kernels)
-    after = states.clone(), windows.clone()
-    # A second layer, whose block was another: both go back in one launch, each by its own log.
-    other, more = RewindLog.zeros(spec, 2, 6, torch.device("cpu"), dtype), (befores[0].clone(), befores[1].clone())
-    _block(spec, inputs, *more, make_ragged([(1, 3, 5), (0, 0, 2)]), other, kernels)
-    other.states.mul_(2)
-    for count in range(6):
-        replay_of([kept, other], [states, more[0]], [windows, more[1]])(torch.tensor([1, count], dtype=torch.int32))
-        one, window = (x.clone() for x in befores)
-        if count:  # as a shorter block would have left it
-            part = tuple(x[:count] if x.ndim > 1 else x for x in inputs)
-            spare = RewindLog.zeros(spec, 2, 6, torch.device("cpu"), dtype)
-            _block(spec, part, one, window, make_ragged([(1, 3, count)]), spare, kernels)
-        assert torch.equal(states[1], one[1])
-        assert torch.equal(windows[1], window[1])
-        assert torch.equal(more[1][1], window[1])
-        assert torch.equal(more[0][1], other.states[1]) is (count == 0)
-    assert torch.equal(states, after[0])
-    assert torch.equal(windows, after[1])
+    # Two layers, with states of their own: both move on in one launch, each by its own log.
+    layers = [(states, windows), (states.mul(2), windows.mul(3))]
+    befores, logs = [(s.clone(), w.clone()) for s, w in layers], []
+    for layer in layers:
+        logs.append(RewindLog.zeros(spec, 2, 6, torch.device("cpu"), dtype))
+        for tensor in logs[-1].tensors:
+            tensor.fill_(torch.nan)  # what is read was written
+        _block(spec, inputs, *layer, make_ragged([(1, 3, 5), (0, 0, 2)]), logs[-1], kernels)
+    assert all(torch.equal(s, before) for (s, _), (before, _) in zip(layers, befores, strict=True)), "states stay"
+    for slot, first, most in ((1, 0, 5), (0, 5, 2)):
+        for count in range(most + 1):
+            after = [(s.clone(), w.clone()) for s, w in layers]
+            replay_of(logs, *zip(*after, strict=True))(torch.tensor([slot, count], dtype=torch.int32))
+            for (got, window), before in zip(after, befores, strict=True):
+                expected, moved = _one_by_one(spec, inputs, before, slot, range(first, first + count), make_ragged)
+                assert torch.equal(got[slot], expected[slot])
+                assert torch.equal(window[slot], moved[slot])
+                assert torch.equal(got[1 - slot], before[0][1 - slot]), "the other slot's block waits for its own count"
+
+
+def _one_by_one(spec, inputs, before, slot, rows, make_ragged):
+    """State and window after single rows, none of which is logged."""
+    states, windows = (x.clone() for x in before)
+    mixed, a, b, decay, dt_bias = inputs
+    for row in rows:
+        ragged, one = make_ragged([(slot, row, 1)]), slice(row, row + 1)
+        convolved = conv_triton.conv_silu(mixed[one], _taps(spec), windows, ragged)
+        triton.gated_delta(convolved, a[one], b[one], decay, dt_bias, states, ragged, spec)
+    return states, windows
 
 
 @pytest.mark.usefixtures("small_card")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rekindle.kernels import attention, gated_delta, norm, rope, sampling
+from rekindle.kernels import attention, gated_delta, native, norm, rope, sampling
 from rekindle.kernels.attention import naive as naive_attention
 from rekindle.kernels.attention.rows import KV_DTYPES, row_size
 from rekindle.kernels.conv import naive as naive_conv
@@ -104,12 +104,37 @@ def test_rows_together_and_one_by_one_give_the_same_bits_and_rewind_rebuilds_the
         states.append(single.states.clone())
         windows.append(single.windows.clone())
     kept = RewindLog.zeros(spec, 2, rows + 2, CPU)
+    for tensor in kept.tensors:
+        tensor.fill_(torch.nan)  # what is read was written
     assert torch.equal(block.run(make_ragged([(1, 0, rows)]), kept=kept), torch.cat(outs))
-    assert torch.equal(block.states, states[-1])
-    for count in (rows, 0, 3, 1):
-        gated_delta.replay_rows(kept, torch.tensor([1, count]), block.states, block.windows)
-        assert torch.equal(block.states, states[count])
+    assert torch.equal(block.states, states[0]), "a block that is logged leaves the state as it is"
+    for count in range(rows + 1):
+        settled = states[0].clone()
+        gated_delta.replay_rows(kept, torch.tensor([1, count]), settled, block.windows)
+        assert torch.equal(settled, states[count])
         assert torch.equal(block.windows, windows[count])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_blocks_of_several_slots_settle_each_by_itself(spec: DeltaSpec, threads: int, make_ragged: MakeRagged) -> None:
+    """Longer ones, too, than the rows whose decay a replay computes at once."""
+    lengths, keep, wanted = (1, 70, 9), (1, 67, 0), torch.get_num_threads()
+    segments = [(slot, 0, length) for slot, length in enumerate(lengths)]
+    together, single = Mixer(spec, sum(lengths), 3), Mixer(spec, sum(lengths), 3)
+    kept = RewindLog.zeros(spec, 3, max(lengths), CPU)
+    try:
+        native.set_threads(threads)
+        together.run(make_ragged(segments), kept=kept)
+        for slot, count in enumerate(keep):
+            gated_delta.replay_rows(kept, torch.tensor([slot, count]), together.states, together.windows)
+    finally:
+        native.set_threads(wanted)
+    for slot, count in enumerate(keep):
+        for row in range(sum(lengths[:slot]), sum(lengths[:slot]) + count):
+            single.run(make_ragged([(slot, row, 1)]), slice(row, row + 1))
+    assert torch.equal(together.states, single.states)
+    assert torch.equal(together.windows, single.windows)
 
 
 def test_what_is_no_number_goes_through_the_mixer(make_ragged: MakeRagged) -> None:

@@ -61,7 +61,8 @@ def gated_delta_step(
 ) -> Tensor:
     """gated_rms_norm(gated_delta(conv_silu(inputs, taps, windows), …), z, weight, eps) -> [rows, inner].
 
-    With `log` every segment's rows stay beside the state, so that rewind can rebuild it exactly.
+    With `log` windows move on and states do not: the log gets every segment's rows, and `replay_rows` moves a slot's
+    state on by as many of them as stay.
 
     On a CPU it is one call, which takes row after row. On a GPU single rows take one launch where the convolution has
     the usual four taps. It may read the state before the previous launch is done: a forward begins with one launch
@@ -93,7 +94,7 @@ def gated_delta_rows(
     spec: DeltaSpec,
     log: RewindLog,
 ) -> Tensor:
-    """gated_delta, row after row; `log` gets the states as they were and what every row did to them."""
+    """gated_delta, row after row; states stay as they are, and `log` gets what every row does to them."""
     if mixed.is_cuda:
         from rekindle.kernels.gated_delta import rows
 
@@ -102,8 +103,8 @@ def gated_delta_rows(
 
 
 def replay_rows(log: RewindLog, where: Tensor, states: Tensor, windows: Tensor) -> None:
-    """Put a slot's state and window where they stood after the first `count` rows of its last block, bit for bit as
-    the rows that kept them made them. where: int32 [2], slot and count.
+    """Move a slot's state on by the first `count` rows of its last block, bit for bit as single steps would, and put
+    its window where it stood after them. Once per block: it starts from the states. where: int32 [2], slot and count.
     """
     if states.is_cuda:
         replay_of([log], [states], [windows])(where)

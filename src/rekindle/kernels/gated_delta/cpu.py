@@ -18,7 +18,7 @@ MOST_TAPS = 8
 
 class _LogStruct(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("states", "windows", "inputs", "k", "delta", "g")),
+        *((name, ctypes.c_void_p) for name in ("windows", "inputs", "k", "delta", "g")),
         ("rows", ctypes.c_int64),
     )
 
@@ -43,7 +43,7 @@ def gated_delta_step(
     eps: float,
     log: RewindLog | None,
 ) -> Tensor:
-    """`gated_delta.gated_delta_step`, for any number of rows; `log` gets what rewind goes back to."""
+    """`gated_delta.gated_delta_step`, for any number of rows; with `log` states stay, and it gets the rows."""
     dtype = z.dtype
     inputs, a, b, z = (as_rows(x).contiguous() for x in (inputs, a, b, z))
     rows, out = inputs.shape[0], torch.empty_like(z)
@@ -59,7 +59,7 @@ def gated_delta_step(
 
 
 def replay_rows(log: RewindLog, where: Tensor, states: Tensor, windows: Tensor) -> None:
-    """What gated_delta_step made of the state in the first rows of the block, bit for bit."""
+    """What gated_delta_step without a log makes of the state in these rows, bit for bit."""
     slot, count = where.tolist()
     holder, (value_heads, key_dim, value_dim) = _log_struct(log), states.shape[1:]
     native.library().delta_replay(
@@ -69,5 +69,4 @@ def replay_rows(log: RewindLog, where: Tensor, states: Tensor, windows: Tensor) 
 
 
 def _log_struct(log: RewindLog) -> _LogStruct:
-    tensors = (log.states, log.windows, log.inputs, log.k, log.delta, log.g)
-    return _LogStruct(*(tensor.data_ptr() for tensor in tensors), log.rows)
+    return _LogStruct(*(tensor.data_ptr() for tensor in log.tensors), log.rows)

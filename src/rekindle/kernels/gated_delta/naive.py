@@ -68,13 +68,11 @@ def gated_delta_rows(
     spec: DeltaSpec,
     log: RewindLog | None,
 ) -> Tensor:
-    """The same; `log` gets the rows from which the state after any row can be rebuilt."""
+    """The same; with `log` states stay as they are, and it gets the rows that `replay_rows` moves them on by."""
     out = mixed.new_empty(mixed.shape[0], spec.value_heads, spec.value_dim)
     for _, slot, rows in ragged.walk():
         inputs = split_inputs(mixed[rows], a[rows], b[rows], decay, dt_bias, spec)
-        if log is not None:
-            log.states[slot] = states[slot]
-        o, deltas = run_rows(inputs, states[slot])
+        o, deltas = run_rows(inputs, states[slot] if log is None else states[slot].clone())
         out[rows] = o.to(out.dtype)
         if log is not None:
             count = rows.stop - rows.start
@@ -96,10 +94,9 @@ def run_rows(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def replay_rows(log: RewindLog, where: Tensor, states: Tensor, windows: Tensor) -> None:
-    """From the state before the block the very same steps, as far as `count`; where: slot and count."""
+    """From the state before the block the very same steps, `count` of them; where: slot and count."""
     slot, count = where.tolist()
     state = states[slot]
-    state.copy_(log.states[slot])
     for i in range(count):
         _forget(state, log.g[slot, i])
         _write(state, _tiled(log.k[slot, i], state), log.delta[slot, i])

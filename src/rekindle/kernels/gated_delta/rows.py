@@ -54,7 +54,7 @@ def run_rows(
 ) -> None:
     check_layout(mixed, a, b, states, spec)
     columns, warps = min(ROWS[0], spec.value_dim), ROWS[1]
-    saved = (None,) * 4 if log is None else (log.states, log.k, log.delta, log.g)
+    saved = (None,) * 3 if log is None else (log.k, log.delta, log.g)
     _rows_kernel[(spec.value_dim // columns, spec.value_heads, ragged.segments)](
         mixed, a, b, decay, dt_bias, states, out, *saved, ragged.starts, ragged.slots,
         mixed.stride(0), a.stride(0), b.stride(0), 0 if log is None else log.rows, spec.key_dim**-0.5,
@@ -82,13 +82,14 @@ def _made_ready(raw, decay, dt_bias, scale):
 
 @triton.jit(do_not_specialize=["log_rows"])
 def _rows_kernel(
-    mixed, a, b, decay, dt_bias, states, out, log_states, log_k, log_delta, log_g, starts, slots,
+    mixed, a, b, decay, dt_bias, states, out, log_k, log_delta, log_g, starts, slots,
     mixed_row, a_row, b_row, log_rows, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
     SAVED: tl.constexpr, ONLY_SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row after the other. While one is computed the next is prepared and the one after that is being loaded:
-    there are hardly more programs than schedulers, so that nothing else would hide these trips to memory."""
+    there are hardly more programs than schedulers, so that nothing else would hide these trips to memory. Rows that
+    are SAVED leave the state as it is: `_replay_kernel` moves it on by those that stay."""
     if PDL:
         gdc_launch_dependents()
     head, segment = tl.program_id(1), tl.program_id(2)
@@ -106,8 +107,6 @@ def _rows_kernel(
     at = (slot * VALUE_HEADS + head) * DK * DV + i[:, None] * DV + j[None, :]
     state = tl.load(states + at)  # before gdc_wait, as in `_step_kernel`
     head_decay, head_bias = tl.load(decay + head), tl.load(dt_bias + head)
-    if SAVED:
-        tl.store(log_states + at, state)
     if PDL:
         gdc_wait()
     q_at, k_at, v_at = key_head * DK + i, (KEY_HEADS + key_head) * DK + i, 2 * KEY_HEADS * DK + head * DV + j
@@ -129,15 +128,16 @@ def _rows_kernel(
                 tl.store(log_k + (to * KEY_HEADS + head) * DK + i, k)
         ready = _made_ready(coming, head_decay, head_bias, scale)
         coming = later
-    tl.store(states + at, state)
+    if not SAVED:
+        tl.store(states + at, state)
 
 
 def replay_addresses(logs: Sequence[RewindLog], states: Sequence[Tensor], windows: Sequence[Tensor]) -> Tensor:
-    """Of layers that are alike, for `replay_rows`: int64 [layers, 8] on their device. Whoever holds it holds them."""
+    """Of layers that are alike, for `replay_rows`: int64 [layers, 7] on their device. Whoever holds it holds them."""
     device = states[0].device
     assert all(tensor.is_contiguous() for tensor in (*states, *windows)), "states and windows are dense"
     places = [
-        [tensor.data_ptr() for tensor in (log.states, log.k, log.delta, log.g, state, log.windows, log.inputs, window)]
+        [tensor.data_ptr() for tensor in (log.k, log.delta, log.g, state, log.windows, log.inputs, window)]
         for log, state, window in zip(logs, states, windows, strict=True)
     ]
     return torch.tensor(places, dtype=torch.int64, device=device)
@@ -158,8 +158,8 @@ def replay_rows(addresses: Tensor, log: RewindLog, where: Tensor, states: Tensor
     )
 
 
-# Going back reads what the block wrote, and `where` was copied since by a plain launch: so both kernels read before the
-# launch in front is done, and wait for it before they write.
+# Both kernels read what earlier steps left: the states, which the block did not touch, and its log. `where` was copied
+# since by a plain launch: so they read before the launch in front is done, and wait for it before they write.
 
 
 @triton.jit(do_not_specialize=["log_rows"])
@@ -171,13 +171,13 @@ def _replay_kernel(
     if PDL:
         gdc_launch_dependents()
     head = tl.program_id(1)
-    log_states, log_k = _tensor_at(addresses, 0), _tensor_at(addresses, 1)
-    log_delta, log_g, states = _tensor_at(addresses, 2), _tensor_at(addresses, 3), _tensor_at(addresses, 4)
+    log_k, log_delta = _tensor_at(addresses, 0), _tensor_at(addresses, 1)
+    log_g, states = _tensor_at(addresses, 2), _tensor_at(addresses, 3)
     slot, count = tl.load(where).to(tl.int64), tl.load(where + 1)
     i = tl.arange(0, DK)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     at = (slot * VALUE_HEADS + head) * DK * DV + i[:, None] * DV + j[None, :]
-    state = tl.load(log_states + at)
+    state = tl.load(states + at)
     for step in range(count):
         row = slot * log_rows + step
         k = tl.load(log_k + (row * KEY_HEADS + head % KEY_HEADS) * DK + i)
@@ -191,7 +191,7 @@ def _replay_kernel(
 @triton.jit
 def _tensor_at(addresses, number):
     """A float32 tensor of this program's layer."""
-    address = tl.load(addresses + tl.program_id(2) * 8 + number)
+    address = tl.load(addresses + tl.program_id(2) * 7 + number)
     return tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
 
 
@@ -202,8 +202,8 @@ def _window_kernel(
     """Row i of the window is row count + i of [window before the block ‖ its rows]. like_inputs: has their type."""
     if PDL:
         gdc_launch_dependents()
-    log_windows, windows = _tensor_at(addresses, 5), _tensor_at(addresses, 7)
-    address = tl.load(addresses + tl.program_id(2) * 8 + 6)
+    log_windows, windows = _tensor_at(addresses, 4), _tensor_at(addresses, 6)
+    address = tl.load(addresses + tl.program_id(2) * 7 + 5)
     log_inputs = tl.multiple_of(address.to(tl.pointer_type(like_inputs.dtype.element_ty)), 16)
     width = tl.num_programs(1)
     slot, count = tl.load(where).to(tl.int64), tl.load(where + 1)

@@ -1,7 +1,8 @@
 /* The mixer of a DeltaNet layer: convolution, gated delta rule row after row, gated norm.
 
 A column of a head's state does not see the other columns, so threads take columns and run through all rows of a segment
-with them. What a row does to the state is the same whether it comes alone or among others. */
+with them. What a row does to the state is the same whether it comes alone or among others. Rows that are logged leave the
+state as it is: their threads run on a copy of the columns, and delta_replay moves the state on by those that stay. */
 
 #include "norms.h"
 #include "pool.h"
@@ -13,8 +14,8 @@ typedef struct {
     float eps;
 } DeltaLayer;
 
-typedef struct { /* what rewind goes back to, by slot; `rows` of the longest block */
-    float *states, *windows, *inputs, *k, *delta, *g;
+typedef struct { /* the last block, by slot; `rows` of the longest one */
+    float *windows, *inputs, *k, *delta, *g;
     int64_t rows;
 } RewindLog;
 
@@ -26,7 +27,8 @@ typedef struct {
     float *windows, *states, *out; /* [slots, width - 1, channels], [slots, value_heads, key_dim, value_dim], like z */
     const RewindLog *rewind_log;
     float *mixed, *g, *beta; /* scratch: [rows, channels], [rows, value_heads] twice */
-    Counter convolved, prepared, mixed_heads, normed;
+    float *copies;           /* scratch: [threads, key_dim, 4 * LANES], of logged rows */
+    Counter places, convolved, prepared, mixed_heads, normed;
 } Delta;
 
 enum { CHANNELS = 128 }; /* of one task; a multiple of all LANES */
@@ -153,10 +155,16 @@ static void step_column(float *s, int64_t stride, int64_t n, const float *q, con
     *o = sum;
 }
 
-static void run_columns(const Delta *d, int64_t segment, int64_t head, int64_t first, int64_t count) {
+/* copy: NULL, or room for the columns, which are then run there. */
+static void run_columns(const Delta *d, int64_t segment, int64_t head, int64_t first, int64_t count, float *copy) {
     const DeltaLayer *l = d->l;
     int64_t slot = d->slots[segment], start = d->starts[segment], key = head % l->key_heads * l->key_dim;
+    int64_t stride = copy ? count : l->value_dim;
     float *state = d->states + ((slot * l->value_heads + head) * l->key_dim) * l->value_dim + first;
+    if (copy) {
+        for (int64_t i = 0; i < l->key_dim; i++) memcpy(copy + i * stride, state + i * l->value_dim, (size_t)count * 4);
+        state = copy;
+    }
     for (int64_t row = start; row < d->starts[segment + 1]; row++) {
         int64_t at = row * l->value_heads + head;
         float *q = d->mixed + row * d->channels + key, *k = q + d->keys;
@@ -165,12 +173,12 @@ static void run_columns(const Delta *d, int64_t segment, int64_t head, int64_t f
         if (d->rewind_log) delta = d->rewind_log->delta + ((slot * d->rewind_log->rows + row - start) * l->value_heads + head) * l->value_dim + first;
         /* the output takes the place of v, which no other code reads */
         if (count == 4 * LANES)
-            step_four(state, l->value_dim, l->key_dim, q, k, v, keep, beta, v, delta);
+            step_four(state, stride, l->key_dim, q, k, v, keep, beta, v, delta);
         else if (count == LANES)
-            step_one(state, l->value_dim, l->key_dim, q, k, v, keep, beta, v, delta);
+            step_one(state, stride, l->key_dim, q, k, v, keep, beta, v, delta);
         else
             for (int64_t c = 0; c < count; c++)
-                step_column(state + c, l->value_dim, l->key_dim, q, k, v[c], keep, beta, v + c, delta ? delta + c : NULL);
+                step_column(state + c, stride, l->key_dim, q, k, v[c], keep, beta, v + c, delta ? delta + c : NULL);
     }
 }
 
@@ -183,7 +191,7 @@ static int64_t run_at(int64_t columns, int64_t number, int64_t *count) {
     return number < fours ? number * 4 * LANES : fours * 4 * LANES + (number - fours) * LANES;
 }
 
-static void keep_states(const Delta *d, int64_t segment, int64_t head) {
+static void keep_rows(const Delta *d, int64_t segment, int64_t head) {
     const DeltaLayer *l = d->l;
     int64_t slot = d->slots[segment], start = d->starts[segment], stop = d->starts[segment + 1];
     for (int64_t row = start; row < stop; row++) {
@@ -198,18 +206,14 @@ static void keep_states(const Delta *d, int64_t segment, int64_t head) {
 static void mix_heads(void *work) {
     Delta *d = work;
     const DeltaLayer *l = d->l;
-    int64_t runs = runs_of(l->value_dim), piece, size = l->key_dim * l->value_dim;
+    int64_t runs = runs_of(l->value_dim), piece;
+    float *copy = d->rewind_log ? d->copies + atomic_fetch_add(&d->places.next, 1) * l->key_dim * 4 * LANES : NULL;
     while ((piece = claim_pieces(&d->mixed_heads, 1, runs * l->value_heads * d->segments)) >= 0) {
         int64_t segment = piece / runs / l->value_heads, head = piece / runs % l->value_heads, count;
-        int64_t first = run_at(l->value_dim, piece % runs, &count), slot = d->slots[segment];
+        int64_t first = run_at(l->value_dim, piece % runs, &count);
         if (d->starts[segment] == d->starts[segment + 1]) continue;
-        if (d->rewind_log) {
-            if (piece % runs == 0) keep_states(d, segment, head);
-            int64_t at = (slot * l->value_heads + head) * size + first;
-            for (int64_t i = 0; i < l->key_dim; i++)
-                memcpy(d->rewind_log->states + at + i * l->value_dim, d->states + at + i * l->value_dim, (size_t)count * 4);
-        }
-        run_columns(d, segment, head, first, count);
+        if (d->rewind_log && piece % runs == 0) keep_rows(d, segment, head);
+        run_columns(d, segment, head, first, count, copy);
     }
 }
 
@@ -243,7 +247,7 @@ static void share_if(int many, Task task, Delta *d) {
         task(d);
 }
 
-/* Without z the output is not normed. rewind_log: NULL, or what rewind goes back to. */
+/* Without z the output is not normed. rewind_log: NULL, or where the rows go, and the state stays. */
 void delta_run(int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t width, const float *taps,
                const float *decay, const float *dt_bias, const float *norm, float eps, const float *inputs, const float *a,
                const float *b, const float *z, const int32_t *starts, const int32_t *slots, int64_t segments, int64_t rows,
@@ -256,6 +260,7 @@ void delta_run(int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t 
     d.mixed = scratch(INNER, rows * (channels + 2 * value_heads) * 4);
     d.g = d.mixed + rows * channels;
     d.beta = d.g + rows * value_heads;
+    if (rewind_log) d.copies = scratch(SHARES, pool_width() * key_dim * 4 * LANES * 4);
     share(convolve_pieces, &d);
     share_if(rows > 1, prepare_rows, &d);
     share(mix_heads, &d);
@@ -268,32 +273,85 @@ void delta_run_call(const Word *w) {
               w[12].p, w[13].p, w[14].p, w[15].p, w[16].i, w[17].i, w[18].p, w[19].p, w[20].p, w[21].p);
 }
 
-/* The state of a slot as it was after the first `count` rows of its last block, bit for bit. */
+/* ---- rewind ------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const DeltaLayer *l;
+    const RewindLog *log;
+    int64_t slot, count;
+    float *states;
+    Counter moved;
+} Replay;
+
+enum { AT_ONCE = 8 }; /* rows */
+
+/* Some rows on VECTORS vectors of columns of a state, every value of which is loaded and saved once. */
+#define MOVE(NAME, VECTORS)                                                                                              \
+    INLINE void NAME(float *s, int64_t stride, int64_t n, const float *k, int64_t k_stride, const float *delta,          \
+                     int64_t delta_stride, const float *keep, int64_t rows) {                                            \
+        F d[AT_ONCE][VECTORS];                                                                                           \
+        for (int64_t row = 0; row < rows; row++)                                                                         \
+            for (int u = 0; u < VECTORS; u++) d[row][u] = load_f(delta + row * delta_stride + u * LANES);                \
+        for (int64_t i = 0; i < n; i++, s += stride) {                                                                   \
+            F x[VECTORS];                                                                                                \
+            for (int u = 0; u < VECTORS; u++) x[u] = load_f(s + u * LANES);                                              \
+            for (int64_t row = 0; row < rows; row++)                                                                     \
+                for (int u = 0; u < VECTORS; u++) x[u] = fma_f(all_f(k[row * k_stride + i]), d[row][u], x[u] * all_f(keep[row])); \
+            for (int u = 0; u < VECTORS; u++) save_f(s + u * LANES, x[u]);                                               \
+        }                                                                                                                \
+    }
+
+MOVE(move_four, 4)
+MOVE(move_one, 1)
+
+static void move_column(float *s, int64_t stride, int64_t n, const float *k, int64_t k_stride, const float *delta,
+                        int64_t delta_stride, const float *keep, int64_t rows) {
+    for (int64_t i = 0; i < n; i++, s += stride)
+        for (int64_t row = 0; row < rows; row++) *s = fma_1(k[row * k_stride + i], delta[row * delta_stride], *s * keep[row]);
+}
+
+/* Rows [first, first + count) on one head's state. */
+static void move_on(const Replay *r, int64_t head, int64_t first, int64_t count) {
+    const DeltaLayer *l = r->l;
+    int64_t at = r->slot * r->log->rows + first, keys = l->key_heads * l->key_dim, inner = l->value_heads * l->value_dim;
+    const float *k = r->log->k + at * keys + head % l->key_heads * l->key_dim;
+    const float *delta = r->log->delta + at * inner + head * l->value_dim;
+    float *s = r->states + (r->slot * l->value_heads + head) * l->key_dim * l->value_dim, keep[AT_ONCE];
+    for (int64_t row = 0; row < count; row++) keep[row] = expf(r->log->g[(at + row) * l->value_heads + head]);
+    int64_t c = 0;
+    for (; c + 4 * LANES <= l->value_dim; c += 4 * LANES)
+        move_four(s + c, l->value_dim, l->key_dim, k, keys, delta + c, inner, keep, count);
+    for (; c + LANES <= l->value_dim; c += LANES) move_one(s + c, l->value_dim, l->key_dim, k, keys, delta + c, inner, keep, count);
+    for (; c < l->value_dim; c++) move_column(s + c, l->value_dim, l->key_dim, k, keys, delta + c, inner, keep, count);
+}
+
+static void move_heads(void *work) {
+    Replay *r = work;
+    int64_t head;
+    while ((head = claim_pieces(&r->moved, 1, r->l->value_heads)) >= 0)
+        for (int64_t row = 0; row < r->count; row += AT_ONCE)
+            move_on(r, head, row, r->count - row < AT_ONCE ? r->count - row : AT_ONCE);
+}
+
+static void put_window(const Replay *r, float *windows) {
+    const DeltaLayer *l = r->l;
+    int64_t before = l->width - 1, channels = 2 * l->key_heads * l->key_dim + l->value_heads * l->value_dim;
+    for (int64_t i = 0; i < before; i++) {
+        int64_t from = r->count + i; /* in the window, then the block's inputs */
+        const float *row = from < before ? r->log->windows + (r->slot * before + from) * channels
+                                         : r->log->inputs + (r->slot * r->log->rows + from - before) * channels;
+        memcpy(windows + (r->slot * before + i) * channels, row, (size_t)channels * 4);
+    }
+}
+
+/* Moves the state of a slot on by the first `count` rows of its last block, bit for bit as delta_run does without a log. */
 void delta_replay(int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t width, const RewindLog *rewind_log,
                   int64_t slot, int64_t count, float *states, float *windows) {
     const DeltaLayer layer = {.key_heads = key_heads, .value_heads = value_heads, .key_dim = key_dim, .value_dim = value_dim,
-                              .width = width}, *l = &layer;
-    int64_t size = l->key_dim * l->value_dim, before = l->width - 1;
-    int64_t channels = 2 * l->key_heads * l->key_dim + l->value_heads * l->value_dim;
-    for (int64_t head = 0; head < l->value_heads; head++) {
-        float *state = states + (slot * l->value_heads + head) * size;
-        memcpy(state, rewind_log->states + (slot * l->value_heads + head) * size, (size_t)size * 4);
-        for (int64_t row = 0; row < count; row++) {
-            int64_t at = slot * rewind_log->rows + row;
-            const float *k = rewind_log->k + (at * l->key_heads + head % l->key_heads) * l->key_dim;
-            const float *delta = rewind_log->delta + (at * l->value_heads + head) * l->value_dim;
-            float keep = expf(rewind_log->g[at * l->value_heads + head]);
-            for (int64_t i = 0; i < l->key_dim; i++)
-                for (int64_t c = 0; c < l->value_dim; c++) {
-                    float *s = state + i * l->value_dim + c;
-                    *s = fma_1(k[i], delta[c], *s * keep);
-                }
-        }
-    }
-    for (int64_t i = 0; i < before; i++) {
-        int64_t from = count + i; /* in the window, then the block's inputs */
-        const float *row = from < before ? rewind_log->windows + (slot * before + from) * channels
-                                         : rewind_log->inputs + (slot * rewind_log->rows + from - before) * channels;
-        memcpy(windows + (slot * before + i) * channels, row, (size_t)channels * 4);
-    }
+                              .width = width};
+    Replay r = {.l = &layer, .log = rewind_log, .slot = slot, .count = count, .states = states};
+    pool_enter();
+    share(move_heads, &r);
+    pool_leave();
+    put_window(&r, windows);
 }

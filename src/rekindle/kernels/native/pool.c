@@ -105,7 +105,8 @@ void pool_resize(int64_t threads) {
     pthread_mutex_unlock(&mutex);
 }
 
-int pool_width(void) { return width; }
+/* Threads that were started stay when fewer are wanted, and may come. */
+int pool_width(void) { return width > started ? width : started; }
 
 void pool_enter(void) {
     pthread_mutex_lock(&mutex);
