@@ -13,7 +13,7 @@ from support.drafter_files import tiny_drafter
 from support.tiny_files import write_tied, write_tiny_file, write_with_block
 
 from rekindle.build import build_engine
-from rekindle.build.drafts import drafts_of, open_drafter_of
+from rekindle.build.drafts import FEATURE_COPIES, drafts_of, open_drafter_of
 from rekindle.build.model import open_model
 from rekindle.build.planning import plan_model
 from rekindle.config import Config
@@ -97,7 +97,9 @@ def test_the_plan_counts_the_drafter_where_it_will_live(golden: Path, drafter: P
     assert far.stage(0).bytes_of("drafter") == 0 and in_ram > beside
     less = plan(golden, "dflash", drafter=drafter, grid=256).stage(0).bytes_of("drafter")
     values = open_drafter(drafter).spec.features
-    assert beside - less == 4 * 256 * values * here.wishes.compute_bytes, "features of a chunk, and their copies"
+    assert beside - less == FEATURE_COPIES * 256 * values * here.wishes.compute_bytes, (
+        "features of a chunk, and their copies"
+    )
     assert "drafter" in show_plan(here)
 
 

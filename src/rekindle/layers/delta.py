@@ -44,12 +44,22 @@ class DeltaState(SlotState):
 
     @classmethod
     def rewinder(cls, states: Sequence[DeltaState]) -> Callable[[Tensor], None]:
-        """On a GPU a launch for each layer would take longer than what it does."""
-        logs = [state.log for state in states if state.log is not None]
-        alike = len({state.spec for state in states}) == 1
-        if not (alike and len(logs) == len(states) and states[0].states.is_cuda):
+        """On a GPU a launch for each layer would take longer than what it does: one for those that are alike."""
+        if not states[0].states.is_cuda:
             return super().rewinder(states)
-        return replay_of(logs, [state.states for state in states], [state.windows for state in states])
+        replays = [_replay([state for state in states if state.spec == spec]) for spec in {s.spec for s in states}]
+
+        def rewind(where: Tensor) -> None:
+            for replay in replays:
+                replay(where)
+
+        return rewind
+
+
+def _replay(alike: Sequence[DeltaState]) -> Callable[[Tensor], None]:
+    logs = [state.log for state in alike if state.log is not None]
+    assert len(logs) == len(alike), "there is room for a block in every layer"
+    return replay_of(logs, [state.states for state in alike], [state.windows for state in alike])
 
 
 @register_mixer("delta")

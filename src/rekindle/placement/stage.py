@@ -34,8 +34,9 @@ from rekindle.placement.types import Device, Item, LayerSizes, Machine, Sizes, S
 from rekindle.spec import PAGE, ModelSpec, Span
 
 # Pages that are worth as much as experts; no context limit from here on makes an expert cold. Of a live context every
-# byte is read at every step, of an expert one in thirty: held to 22.1 GiB, the 35B-A3B decodes at 344 instead of 433
-# tok/s at 1,024 tokens with such a pool, and at 380 instead of 40 at 65,536 (docs/bench.md). 1.25 GiB of bf16 KV there.
+# byte is read at every step, of an expert one in thirty: the 35B-A3B with 1,978 cold experts and such a pool decoded at
+# 344 instead of 433 tok/s (1,375 cold, 8,192 tokens) at a context of 1,024, and at 380 instead of 40 at 65,536
+# (docs/bench.md). 1.25 GiB of bf16 KV there.
 POOL_TARGET = 65_536 // PAGE
 SMALL_TARGET = 8_192 // PAGE  # where KV that outgrows the pool gets experts' slots, or is not attended
 
