@@ -53,3 +53,15 @@ def test_two_cards_are_two_devices() -> None:
 )
 def test_what_contradicts_itself_is_refused(arguments: tuple[str, ...], says: str) -> None:
     assert says in str(run(*arguments).exception)
+
+
+def test_a_shape_is_planned_with_the_type_of_kv_that_is_asked_for() -> None:
+    size, half = (
+        json.loads(run(*A3B, "--vram", "22GiB", "--kv-type", kind, "--json").output) for kind in ("bf16", "q8")
+    )
+    assert half["stages"] != size["stages"]
+    assert "known types are" in str(run(*A3B, "--vram", "22GiB", "--kv-type", "q4").exception)
+
+
+def test_a_drafter_needs_a_file_to_be_compared_with() -> None:
+    assert "--shape has none" in str(run(*A3B, "--vram", "22GiB", "--drafter", "nowhere").exception)

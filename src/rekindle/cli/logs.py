@@ -15,7 +15,6 @@ from rekindle.config import printable
 from rekindle.errors import BadConfig
 
 FORMATS = ("text", "json")
-FILE_WIDTH = 1000  # columns
 
 
 class _Printable(logging.Formatter):
@@ -41,16 +40,23 @@ class _JsonLines(logging.Formatter):
         return json.dumps(told, default=str)
 
 
+def _for_people() -> logging.Handler:
+    console = Console(stderr=True)
+    if console.is_terminal:
+        handler: logging.Handler = RichHandler(console=console, show_path=False)
+        handler.setFormatter(_Printable("%(message)s"))
+    else:  # a file or a journal has one line per message
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_Printable("%(asctime)s %(levelname)-8s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    return handler
+
+
 def log_as(form: str) -> None:
     """From here on."""
     if form not in FORMATS:
         raise BadConfig(f"--log-format is {form}, known are {', '.join(FORMATS)}")
     if form == "text":
-        console = Console(stderr=True)
-        if not console.is_terminal:
-            console = Console(stderr=True, width=FILE_WIDTH)  # a file or a journal has one line per message
-        handler: logging.Handler = RichHandler(console=console, show_path=False)
-        handler.setFormatter(_Printable("%(message)s"))
+        handler = _for_people()
     else:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(_JsonLines())

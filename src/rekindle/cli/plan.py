@@ -107,7 +107,9 @@ def _plan(config: Config, cards: Sequence[GpuCard], shape: str | None) -> Plan:
         if shape is None:
             made = plan_model(config, open_model(config.model), machine)
         else:
-            made = plan_numbers(config, *shape_named(shape), machine)
+            if config.drafter is not None:
+                raise BadConfig(f"--drafter {config.drafter} is compared with the model's file, and --shape has none")
+            made = plan_numbers(config, *shape_named(shape), machine, kv_type=config.kv_type or "bf16")
     except DoesNotFit as error:
         if all(device.is_cpu for device in machine.devices):
             raise DoesNotFit(f"{error}; for a GPU give --vram") from error

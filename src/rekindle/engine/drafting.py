@@ -120,6 +120,8 @@ class Draft:
 
     def report(self) -> DraftReport:
         off = self._off if self._model is None else self._fault()
+        if off is None and not self._blocks and self._name != "off":
+            off = "nothing was proposed that would have paid for its time"
         positions = tuple(zip_longest(self._proposed, self._accepted, fillvalue=0))
         proposed, accepted = sum(self._proposed), sum(self._accepted)
         return DraftReport(self._name, off, self._blocks, proposed, accepted, self._cold_from, positions)

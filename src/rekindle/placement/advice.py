@@ -65,13 +65,15 @@ def _pool_reason(placer: Placer, candidate: StageCandidate, stage: StagePlan) ->
         tokens += f" (the largest power of two that fits{_for_the_next_start(placer)})"
     more = gib((stage.full_pages - stage.pool_pages) * stage.page_bytes)
     hot = hot_with_full_kv(placer, candidate)
+    asked = ", as asked" if placer.wishes.pool is not None else ""
+    if hot is None and asked:
+        return f"{name}: pool of {tokens}{asked}; full KV would not fit"
     if hot is None:
         return f"{name}: pool of {tokens}, because full KV would take {more} more and not fit at all"
     gained = stage.hot_count - hot
     if gained > 0:
         kept = plural(gained, "more expert")
         return f"{name}: pool of {tokens} keeps {kept} hot; full KV would take {more} more"
-    asked = ", as asked" if placer.wishes.pool is not None else ""
     return f"{name}: pool of {tokens}{asked}; full KV would take {more} more"
 
 

@@ -19,8 +19,11 @@ CHAINED_PASS = 0.1  # of one that chains: a layer and the head
 # row. 2, 8 and 16 rows of the 27B take 1.6, 1.7 and 2.0 (docs/bench.md).
 GPU_FIRST, GPU_ROW = 0.6, 0.025
 GPU_ROW_BESIDE = 0.05  # each row beside those of other sequences: from 8 rows to 32 a step of both models grows so
-MOST_LONGER = 4.0  # plain steps that one block, or one pass, counts for at most beyond what is usual
-FADE = 0.99  # of what was found out, for every plain step
+# A machine may stall, and a step be recorded or a kernel compiled amid a request. So that no such block is the last
+# one, it counts no more than this, in plain steps, and what is above the usual fades with every plain step.
+MOST_LONGER = 4.0  # of a block on a GPU, or of a pass
+MOST_ROW = 1.5  # of a row on a CPU
+FADE = 0.9995
 
 
 class Costs:
@@ -40,17 +43,28 @@ class Costs:
         if rows == sequences:
             known = self._plain_of(sequences)
             self._plain, self._counted = _between(None if self._plain is None else known, seconds), sequences
+            self._fade()
         elif self._plain is not None:
             self._note_block(sequences, rows - sequences, seconds - self._plain_of(sequences))
 
     def _note_block(self, sequences: int, drafted: int, seconds: float) -> None:
         """So many tokens of so many sequences took `seconds` longer than a plain step."""
-        self._row = max(0.0, _between(self._row, seconds / drafted))
+        row = min(seconds / drafted, MOST_ROW * self._plain_of(1))
+        self._row = max(0.0, _between(self._row_seconds(), row))
+
+    def _fade(self) -> None:
+        """A plain step came back."""
+        plain = self._plain_of(1)
+        if self._row is not None:
+            self._row = _faded(self._row, self._usual_row * plain)
+        if self._pass is not None:
+            self._pass = _faded(self._pass, self._usual_pass() * plain)
 
     def note_pass(self, drafted: Sequence[int], seconds: float) -> None:
         """The drafter drafted so many tokens for each of the sequences."""
         passes = sum(max(1, count) for count in drafted) if self.chained else len(drafted)
-        self._pass = _between(self._pass, seconds / passes)
+        most = MOST_LONGER * self._plain_of(1) if self._plain is not None else seconds
+        self._pass = _between(self._pass, min(seconds / passes, most))
 
     def extra(self, width: int, with_pass: bool) -> float:
         """Cost of a block beyond that of a plain row, in tokens."""
@@ -83,9 +97,7 @@ class Costs:
 
 class GpuCosts(Costs):
     """Where a block costs much because it is one, and little for every row, which is assumed. What blocks took longer
-    than usual is added to whatever the next one usually costs; apart for one sequence and for several. A step that was
-    recorded or compiled amid a request counts no more than MOST_LONGER, and what was found out fades while plain steps
-    come back, so that no slow block is the last one."""
+    than usual is added to whatever the next one usually costs; apart for one sequence and for several."""
 
     _usual_row = GPU_ROW
 
@@ -93,17 +105,9 @@ class GpuCosts(Costs):
         super().__init__(chained)
         self._longer = {True: 0.0, False: 0.0}  # plain steps, of blocks of one sequence and of several
 
-    def note_step(self, sequences: int, rows: int, seconds: float) -> None:
-        super().note_step(sequences, rows, seconds)
-        if rows == sequences:
-            self._longer = {alone: FADE * longer for alone, longer in self._longer.items()}
-            if self._pass is not None:
-                usual = self._usual_pass() * self._plain_of(1)
-                self._pass = usual + FADE * (self._pass - usual)
-
-    def note_pass(self, drafted: Sequence[int], seconds: float) -> None:
-        passes = sum(max(1, count) for count in drafted) if self.chained else len(drafted)
-        super().note_pass(drafted, min(seconds, passes * MOST_LONGER * self._plain_of(1)))
+    def _fade(self) -> None:
+        super()._fade()
+        self._longer = {alone: _faded(longer, 0.0) for alone, longer in self._longer.items()}
 
     def _usual(self, sequences: int, drafted: int) -> float:
         return GPU_FIRST + GPU_ROW * drafted if sequences == 1 else GPU_ROW_BESIDE * drafted
@@ -122,3 +126,7 @@ class GpuCosts(Costs):
 
 def _between(known: float | None, seconds: float) -> float:
     return seconds if known is None else known + NEW * (seconds - known)
+
+
+def _faded(known: float, usual: float) -> float:
+    return max(min(known, usual), usual + FADE * (known - usual))
