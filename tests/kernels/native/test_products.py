@@ -108,8 +108,9 @@ def test_any_shape_and_any_view_of_x(rows: int, out: int, blocks: int, offset: i
     matrix, values = laid(type, out, columns, seed=out)
     wide = torch.randn(rows, columns + 7, generator=torch.Generator().manual_seed(rows))
     x = wide[:, offset : offset + columns]
-    want = (in_sixteen_bits(x) if type in cpu.QUANTISED else x).double() @ values.double().T
-    assert (multiply(x, matrix) - want).abs().max() <= 3e-5 * max(1.0, float(want.abs().max()))
+    seen, exact = (in_sixteen_bits(x) if type in cpu.QUANTISED else x).double(), values.double()
+    rounded = 2e-6 * (seen.abs() @ exact.abs().T)  # of what is added up, which may cancel
+    assert bool(((multiply(x, matrix) - seen @ exact.T).abs() <= rounded + 1e-6).all())
     assert torch.equal(multiply(x, matrix), multiply(x.contiguous(), matrix))
 
 
