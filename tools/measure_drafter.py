@@ -41,6 +41,7 @@ from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Prompt
 from rekindle.snapshots.disk import DiskStore
 from rekindle.spec import Span
+from rekindle.speculative.context import layers_read
 from rekindle.speculative.files import DrafterFile, open_drafter
 from rekindle.speculative.width import MOST, Width
 from rekindle.stages import LocalStage, Pipeline
@@ -76,7 +77,7 @@ class Target:
     ) -> Engine:
         """Of as many stages as there are spans; ram, folder: where snapshots are kept, and how many bytes of them."""
         file, reader = self.model.file, None
-        taps = () if drafter is None else tuple(sorted(set(drafter.spec.taps)))
+        taps = () if drafter is None else layers_read(drafter.spec)
         stages = [self.stage(span, pages_for(self.context), taps) for span in spans or (file.spec.whole,)]
         if drafter is not None:
             reader = load_drafter(drafter, file, stages, DTYPES[self.types[0]], self.context)

@@ -35,7 +35,7 @@ from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Prompt
 from rekindle.snapshots.disk import DiskStore
 from rekindle.spec import PAGE, ModelSpec
-from rekindle.speculative.context import DrafterContext
+from rekindle.speculative.context import DrafterContext, layers_read
 from rekindle.speculative.files import DrafterFile
 from rekindle.speculative.spec import ConvSpec, DrafterSpec, DraftLayer, SelectorSpec, default_taps
 from rekindle.speculative.width import MOST
@@ -165,7 +165,7 @@ class Bench:
         widths = {"rewind_rows": MOST + 1, "chunk": grid, "table_width": self.pages}
         spec = drafter_spec(arguments.shape, self.file.spec)
         config = StageConfig(arguments.device, self.file.spec.whole, 2, 2 * self.pages, **widths, **kinds)
-        self.stage = load_stage(self.file, replace(config, taps=tuple(sorted(set(spec.taps)))))
+        self.stage = load_stage(self.file, replace(config, taps=layers_read(spec)))
         rng = np.random.default_rng(0)
         self.text: list[int] = rng.integers(0, self.file.spec.drawable, length + 2).tolist()
         dtype = torch.float32 if cpu else torch.bfloat16

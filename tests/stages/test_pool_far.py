@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.feeding import logits_after
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.kernels.paging import fetch_pages
@@ -51,13 +52,7 @@ def far(make_tiny: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def feed(stage: LocalStage, slot: int, start: int, stop: int, step: int) -> list[torch.Tensor]:
-    seen = []
-    for at in range(start, stop, step):
-        segment = Segment(slot, at, tuple(TOKENS[at : min(at + step, stop)]), Wanted.LAST)
-        logits = stage.forward(Batch((segment,)), None).logits
-        assert logits is not None
-        seen.append(logits[-1])
-    return seen
+    return logits_after(stage, TOKENS, slot, start, stop, step)
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.feeding import logits_after
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.layers.paged import QUERY
@@ -19,14 +20,7 @@ TOKENS = np.random.default_rng(8).integers(0, 320, 4 * 1024).tolist()
 
 
 def feed(stage: LocalStage, slot: int, start: int, stop: int, step: int = 128) -> list[torch.Tensor]:
-    """Run TOKENS[start:stop] in segments of `step`; the logits after each."""
-    seen = []
-    for at in range(start, stop, step):
-        segment = Segment(slot, at, tuple(TOKENS[at : min(at + step, stop)]), Wanted.LAST)
-        logits = stage.forward(Batch((segment,)), None).logits
-        assert logits is not None
-        seen.append(logits[-1])
-    return seen
+    return logits_after(stage, TOKENS, slot, start, stop, step)
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

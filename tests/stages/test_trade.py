@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from support.feeding import logits_after
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.experts import CostModel, ExpertSet, RoutingCounts, SpanExperts, Unit
@@ -44,14 +45,7 @@ def shared_stage(
 
 
 def feed(stage: LocalStage, slot: int, start: int, stop: int, step: int = 64) -> torch.Tensor:
-    """Runs TOKENS[start:stop] in segments; the logits of the last row of each."""
-    seen = []
-    for at in range(start, stop, step):
-        segment = Segment(slot, at, tuple(TOKENS[at : min(at + step, stop)]), Wanted.LAST)
-        logits = stage.forward(Batch((segment,)), None).logits
-        assert logits is not None
-        seen.append(logits[-1])
-    return torch.stack(seen)
+    return torch.stack(logits_after(stage, TOKENS, slot, start, stop, step))
 
 
 def check(stage: LocalStage) -> None:

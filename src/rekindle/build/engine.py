@@ -31,6 +31,7 @@ from rekindle.kernels.native import set_threads
 from rekindle.placement import Machine, Plan
 from rekindle.prefix import PrefixCache
 from rekindle.snapshots.slabs import Slabs
+from rekindle.speculative.context import layers_read
 from rekindle.stages import LocalStage, Pipeline, Stage
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _build(
     config = resolve(config, model, names)
     plans = _plans(config, model, machine)
     drafter_file = open_drafter_of(config, model, names)
-    taps = () if drafter_file is None else tuple(sorted(set(drafter_file.spec.taps)))
+    taps = () if drafter_file is None else layers_read(drafter_file.spec)
     configs = [stage_configs(plan, str(config.dtype), taps) for plan in plans]
     if hosts is not None:
         hosts.start(names, [each for its_configs in configs for each in its_configs])

@@ -19,12 +19,15 @@ from rekindle.config import Config
 from rekindle.errors import BadConfig, DoesNotFit
 from rekindle.experts import CountsFile
 from rekindle.placement import Machine, Plan, Sizes, Wishes, make_plan, parse_split, way_out
+from rekindle.placement.stage import POOL_TARGET
 from rekindle.spec import PAGE, ModelSpec
 
 log = logging.getLogger("rekindle.build")
 
-SEQUENCES = (16, 8, 4)  # at once, where no number is asked for: the first with which a long conversation …
-LONG = 65_536  # … of so many tokens stays on the devices, and every expert does
+# At once, where no number is asked for: the first with which a conversation as long as the pool's target stays on the
+# devices, and every expert does.
+SEQUENCES = (16, 8, 4)
+LONG = POOL_TARGET * PAGE  # tokens
 
 
 def resolve(config: Config, model: Model, names: list[str]) -> Config:

@@ -71,6 +71,11 @@ class ContextSpec(Protocol):
     def block(self) -> int: ...
 
 
+def layers_read(spec: ContextSpec) -> tuple[int, ...]:
+    """The target's, ascending; a drafter may read one twice, and in another order."""
+    return tuple(sorted(set(spec.taps)))
+
+
 def reach_of(spec: ContextSpec, layer: int, context: int) -> int:
     """Positions that a layer keeps; context: of the longest sequence."""
     window = spec.windows[layer]
@@ -133,7 +138,7 @@ class RingContext(ABC):
     ) -> None:
         """identity: the fingerprint of the drafter's file. context: positions of the longest sequence. copies: of the
         stage on the same GPU; without them a capture waits for its own. spare_slots: whose rings no sequence has."""
-        self.taps = tuple(sorted(set(spec.taps)))
+        self.taps = layers_read(spec)
         self._longest = spec.block - 1
         self._device = device
         self._copies = copies

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from rekindle.batch import Ask
+from rekindle.kernels.host_buffers import HostBuffers
+from rekindle.kernels.matmul import FEW_ROWS
 from rekindle.speculative.dflash import Dflash, DraftBlocks
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # a step -> how it is run again
-BUFFERS = 4  # of the host's numbers
-FEW_ROWS = 32  # up to which products read quantised weights as they are
 
 
 class RecordedPass:
@@ -31,13 +31,11 @@ class RecordedPass:
         self._smallest_ring = min(ring.shape[2] for ring in rings)
         self._scratch_slot = scratch_slot
         self._record = record
-        shape, on_gpu = (self.blocks * self.rows, model.spec.hidden), model.device.type == "cuda"
+        shape, numbers = (self.blocks * self.rows, model.spec.hidden), (5, self.blocks)
         self._features = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in model.spec.taps]
         # Of every block: token, position, slot, first position that is known, features that wait.
-        self._numbers = torch.zeros(5, self.blocks, dtype=torch.int64, device=model.device)
-        self._host = torch.zeros(BUFFERS, 5, self.blocks, dtype=torch.int64, pin_memory=on_gpu)
-        self._sent = [torch.cuda.Event() for _ in range(BUFFERS)] if on_gpu else []
-        self._turn = 0
+        self._numbers = torch.zeros(numbers, dtype=torch.int64, device=model.device)
+        self._host = HostBuffers(numbers, model.device, torch.int64)
         self._found: dict[int, Tensor] = {}  # by blocks of the pass: what the last one proposed …
         self._passes: dict[int, Callable[[], None]] = {}  # … and how it is run again; 0: features alone
 
@@ -98,19 +96,11 @@ class RecordedPass:
         padding = [(0, 0, self._scratch_slot, 0, 0)] * (self.blocks - len(numbers))
         counts = [sum(len(rows[0]) for rows in its) for its in waiting]
         filled = [(*its, count) for its, count in zip(numbers, counts, strict=True)]
-        self._send(torch.tensor([*filled, *padding]).T)
+        with self._host.next() as host:
+            self._numbers.copy_(host.copy_(torch.tensor([*filled, *padding]).T), non_blocking=True)
         for number, its in enumerate(waiting):
             at = number * self.rows
             for rows in its:
                 for tap, buffer in zip(rows, self._features, strict=True):
                     buffer[at : at + len(tap)].copy_(tap, non_blocking=True)
                 at += len(rows[0])
-
-    def _send(self, numbers: Tensor) -> None:
-        """By way of pinned buffers in turn, each of which is filled again only when its copy is done."""
-        self._turn = (self._turn + 1) % BUFFERS
-        if self._sent:
-            self._sent[self._turn].synchronize()
-        self._numbers.copy_(self._host[self._turn].copy_(numbers), non_blocking=True)
-        if self._sent:
-            self._sent[self._turn].record()

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
 from rekindle.batch import Batch
 from rekindle.buffers import RECORDED_ROWS
+from rekindle.kernels.host_buffers import HostBuffers
 from rekindle.layers import HybridLayer, ModelSpan
 from rekindle.pool import Recorder, SegmentPages
 from rekindle.stages.layout import GraphShape, Layout, round_up
@@ -26,7 +26,6 @@ log = logging.getLogger("rekindle.stages")
 
 Taps = tuple[int, ...]  # layers whose outputs a drafter reads, ascending
 MOST_BLOCKS = 48  # recorded steps with blocks of several sequences: each holds some megabytes
-BUFFERS = 3  # host buffers in turn: a copy may still be under way while the next step is laid out
 
 _recording = threading.Lock()  # one stage at a time: a device that is waited for must not be recording elsewhere
 
@@ -83,26 +82,6 @@ class GraphRecorder:
         return graph.replay
 
 
-class _Host:
-    """Buffers in host memory, pinned beside a GPU, in turn; none is given again before its copy is done."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        gpu = device.type == "cuda"
-        self._buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=gpu) for _ in range(BUFFERS)]
-        self._copied = [torch.cuda.Event() for _ in range(BUFFERS)] if gpu else []
-        self._turn = 0
-
-    @contextmanager
-    def next(self) -> Iterator[torch.Tensor]:
-        """A buffer to fill and to copy from, inside the block."""
-        self._turn = (self._turn + 1) % BUFFERS
-        if self._copied:
-            self._copied[self._turn].synchronize()
-        yield self._buffers[self._turn]
-        if self._copied:
-            self._copied[self._turn].record()
-
-
 class _Step:
     """One shape of a step: static inputs, and the output of the last run."""
 
@@ -112,7 +91,7 @@ class _Step:
         state: SpanState,
         layout: Layout,
         logits: torch.Tensor | None,
-        taps: tuple[int, ...],
+        taps: Taps,
         features: tuple[torch.Tensor, ...],
     ) -> None:
         """logits: float32 [at least the shape's rows, vocab], where the head is part of the step. features: of every
@@ -123,7 +102,7 @@ class _Step:
         self._logits = logits
         self.features = features  # what leaves each tapped layer
         self.layout = layout
-        self.host = _Host(layout.shape.size, model.device)
+        self.host = HostBuffers((layout.shape.size,), model.device)
         self.output: torch.Tensor | None = None  # hidden or logits; recorded, the buffer that every replay fills
         self.hidden_in: torch.Tensor | None = None
         if not model.is_first:
@@ -173,7 +152,7 @@ class RecordedSteps:
         self._logits: torch.Tensor | None = None  # of the last step, whichever it was: all of them write there
         self._rewind: Callable[[], None] | None = None
         self._where = torch.zeros(2, dtype=torch.int32, device=model.device)  # slot and rows of a rewind
-        self._where_host = _Host(2, model.device)
+        self._where_host = HostBuffers((2,), model.device)
 
     def run(
         self,

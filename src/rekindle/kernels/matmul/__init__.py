@@ -48,7 +48,7 @@ from torch.nn.functional import silu
 from rekindle.kernels.matmul import cpu, naive
 from rekindle.kernels.matmul.dense import PLAIN, kept_dtype, product
 from rekindle.kernels.matmul.packing import FORMATS, pack
-from rekindle.kernels.matmul.types import Lanes, Matrix, Packed
+from rekindle.kernels.matmul.types import FEW_ROWS, Lanes, Matrix, Packed
 from rekindle.kernels.upload import upload
 
 SLAB = 1 << 24  # weights expanded at a time on the CPU
@@ -152,6 +152,7 @@ def _gpu():  # type: ignore[no-untyped-def]
 
 
 __all__ = [
+    "FEW_ROWS",
     "Lanes",
     "Matrix",
     "Packed",

@@ -20,7 +20,6 @@ from rekindle.kernels.matmul.mma_row import single_address, single_gated_over_wa
 from rekindle.kernels.matmul.ptx import bring, threads
 from rekindle.kernels.matmul.types import Packed
 
-FEW_ROWS = 32  # up to here this beats expanding the matrix first
 SEGMENTS = 4  # matrices of one launch
 WIDE = 8192  # outputs of a launch that fill a large card with four warps each
 LONG = 8192  # columns that can be cut in two

@@ -18,7 +18,7 @@ from rekindle.kernels.matmul import fragments, mma, scalar_gemv, stream_k, tenso
 from rekindle.kernels.matmul.dense import product
 from rekindle.kernels.matmul.expand import many_rows
 from rekindle.kernels.matmul.tensor_core import SEGMENTS
-from rekindle.kernels.matmul.types import Matrix, Packed
+from rekindle.kernels.matmul.types import FEW_ROWS, Matrix, Packed
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ def uses_tensor_cores(x: Tensor, *weights: Packed) -> bool:
 
 
 def few(rows: int) -> bool:
-    return rows <= tensor_core.FEW_ROWS
+    return rows <= FEW_ROWS
 
 
 def _multiply_any(x: Tensor, matrix: Matrix) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+FEW_ROWS = 32  # up to here the tensor core kernels beat expanding the matrix first
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
