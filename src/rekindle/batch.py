@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-PENDING = -1  # the token that the step before draws for the slot: it is on the device, the host does not know it yet
+PENDING = -1  # a token on the device that the host does not know yet: the step before draws it, or the drafter does
 
 
 class Wanted(StrEnum):

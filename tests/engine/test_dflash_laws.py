@@ -55,15 +55,15 @@ def _no_long_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 class Target:
     """A tiny target and a drafter for it."""
 
-    def __init__(self, tiny: Any, folder: Path, version: str, seed: int = 0) -> None:
-        """version: of DFlash, or mtp."""
+    def __init__(self, tiny: Any, folder: Path, version: str, seed: int = 0, recorded: bool = False) -> None:
+        """version: of DFlash, or mtp. recorded: drafted tokens stay where the drafter is until they are verified."""
         self.file: DraftWeights
         if version == "mtp":
             tiny = type(tiny)(folder_with_block(tiny.folder, folder, seed), tiny.reference)
             self.file = MtpFile(tiny.open())
         else:
             self.file = open_drafter(tiny_drafter(folder, tiny.open().spec, int(version), seed))
-        self.lab, self.tiny = Lab(tiny), tiny
+        self.lab, self.tiny = Lab(tiny, recorded), tiny
         self._straight = self.lab.engine(ram=0)
         self._known: dict[tuple[Any, ...], list[int]] = {}
 
@@ -81,11 +81,11 @@ class Target:
         self._straight.stop()
 
 
-@pytest.fixture(scope="module", params=["dense 1", "moe 2", "dense mtp", "moe mtp"])
+@pytest.fixture(scope="module", params=["dense 1", "moe 2", "dense mtp", "moe mtp", "dense 1 ahead", "moe 2 ahead"])
 def target(request: Any, make_tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    kind, version = request.param.split()
+    kind, version, *ahead = request.param.split()
     folder = tmp_path_factory.mktemp("drafter") / "d"
-    made = Target(make_tiny(kind, vocab_size=VOCAB), folder, version, SEEDS[request.param])
+    made = Target(make_tiny(kind, vocab_size=VOCAB), folder, version, SEEDS[f"{kind} {version}"], bool(ahead))
     yield made
     made.stop()
 

@@ -353,7 +353,7 @@ class Refusing:
     """A sequence of which the drafter is asked, and whose grammar refuses what it proposes."""
 
     def __init__(self, draft: Draft) -> None:
-        self.draft, self.tokens = draft, [1] * 10
+        self.draft, self.tokens, self.in_flight, self.verifies_unseen = draft, [1] * 10, 0, False
 
     def propose(self) -> tuple[int, ...]:
         return ()
@@ -379,7 +379,7 @@ def test_a_pass_of_which_nothing_may_follow_is_paid_for_and_the_drafter_rests(pr
     sequence = Refusing(Drafts(model="dflash", off=None).of(1000, measures))
     proposer = Proposer(ask)
     for _ in range(400):
-        assert proposer.propose([sequence]) == [()]
+        assert proposer.propose([sequence]) == ([()], None)
         sequence.tokens.append(1)
     assert 1 < len(passes) < 40
     assert sequence.draft.report().blocks == sequence.draft.report().proposed == 0

@@ -51,6 +51,7 @@ class PaperReader:
     taps: tuple[int, ...] = ()
     reach = 0
     chained = False
+    drafts_ahead = False
 
     def __init__(self, right: float, text: Sequence[int], vocab: int) -> None:
         self._text = list(text)
@@ -59,6 +60,9 @@ class PaperReader:
     def propose(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         spoil = self._drafter.spoil
         return [tuple(map(spoil, self._text[ask.position + 1 : ask.position + 1 + ask.most])) for ask in asks]
+
+    def propose_ahead(self, asks: Sequence[Ask]) -> Tensor:
+        raise NotImplementedError
 
     def read(self, batch: Batch, features: Sequence[Tensor], pending: PendingTokens | None) -> None: ...
     def context(self, slot: int) -> range:

@@ -22,7 +22,7 @@ from rekindle.prompt import BoundaryKind, Prompt
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.types import DRAFTER_LAYER, TAIL, Snapshot
 from rekindle.spec import Span
-from rekindle.speculative.context import RingContext
+from rekindle.speculative.context import DrafterContext, RingContext
 from rekindle.stages import LocalStage, Pipeline, Stage
 from support import answers
 from support.answers import GREEDY
@@ -50,11 +50,15 @@ class RecordingCache(PrefixCache):
 class Lab:
     """Makes engines over one tiny model."""
 
-    def __init__(self, tiny: Any) -> None:
+    def __init__(self, tiny: Any, recorded: bool = False) -> None:
+        """recorded: steps, and passes of a drafter, as a GPU's are; by running them again."""
         self._tiny = tiny
+        self.recorded = recorded
         self._oracle = self.stage(slots=1)
 
     def stage(self, span: Span | None = None, slots: int = 4, pages: int = 64, **pool: Any) -> LocalStage:
+        if self.recorded:
+            pool = {"table_width": 32, "record": lambda step, warm=None: (step(), step)[1]} | pool
         stage: LocalStage = self._tiny.stage(span, slots=slots, pages=pages, **pool)
         return stage
 
@@ -75,7 +79,13 @@ class Lab:
 
     def drafter(self, file: DraftWeights | None, stages: Sequence[Stage]) -> RingContext | None:
         """For a pipeline of these stages."""
-        return None if file is None else load_drafter(file, self._tiny.open(), stages, torch.float32, context=2048)
+        if file is None:
+            return None
+        made = load_drafter(file, self._tiny.open(), stages, torch.float32, context=2048)
+        if not self.recorded or not isinstance(made, DrafterContext):
+            return made
+        slots = min(stage.slots for stage in stages)
+        return DrafterContext(made.model, file.fingerprint(), slots, 2048, record=lambda step: step)
 
     def never_stopped(self, snapshot: Snapshot) -> Snapshot:
         """The same tokens by the same steps in one slot, with no capture and no restore on the way."""

@@ -10,13 +10,14 @@ batch, is the scheduler's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from rekindle.batch import Ask
+from rekindle.batch import PENDING, Ask
+from rekindle.engine.ahead import Ahead
 from rekindle.engine.types import DraftReport
 from rekindle.speculative.cost import Costs
 from rekindle.speculative.width import MOST, Purse, Width
@@ -193,6 +194,12 @@ class DraftPass(Protocol):
 
     @property
     def draft(self) -> Draft: ...
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def verifies_unseen(self) -> bool:
+        """Whether drafted tokens may be verified that the host does not know."""
+
     def propose(self) -> tuple[int, ...]: ...
     def admit(self, drafted: tuple[int, ...]) -> tuple[int, ...]:
         """Those of the drafted tokens that may follow."""
@@ -200,34 +207,54 @@ class DraftPass(Protocol):
     def ask(self) -> Ask | None: ...
 
 
+class Proposals(NamedTuple):
+    tokens: list[tuple[int, ...]]  # what each sequence drafts, perhaps nothing; PENDING: the device alone knows it
+    ahead: Ahead | None = None  # what these are
+
+
 class Proposer:
     """Drafts for the sequences of a step."""
 
     def __init__(
-        self, ask: Callable[[Sequence[Ask]], list[tuple[int, ...]]] | None = None, costs: Costs | None = None
+        self,
+        ask: Callable[[Sequence[Ask]], list[tuple[int, ...]]] | None = None,
+        costs: Costs | None = None,
+        launch: Callable[[Sequence[Ask]], Ahead | None] | None = None,
     ) -> None:
-        """ask: the pipeline's drafter, if it has one."""
+        """ask: the pipeline's drafter, if it has one. launch: the same without a wait for its tokens, where the stages
+        can take them from the device."""
         self._ask = ask
         self._costs = costs
+        self._launch = launch
 
     def note_sequences(self, count: int) -> None:
         if self._costs is not None:
             self._costs.sequences = max(1, count)
 
-    def propose(self, sequences: Iterable[DraftPass]) -> list[tuple[int, ...]]:
-        """What each drafts, perhaps nothing."""
+    def propose(self, sequences: Iterable[DraftPass]) -> Proposals:
         drafting = list(sequences)
         found = [sequence.propose() for sequence in drafting]
         if self._ask is None:
-            return found
-        asks = [(i, ask) for i, s in enumerate(drafting) if not found[i] and (ask := s.ask()) is not None]
-        if asks:
-            for (i, ask), drafted in zip(asks, self._passed([ask for _, ask in asks]), strict=True):
-                drafting[i].draft.take_model()
-                found[i] = drafting[i].admit(drafted)
-                if not found[i]:
-                    drafting[i].draft.note_unused(ask.position + 1)
-        return found
+            return Proposals(found)
+        asks = {i: ask for i, s in enumerate(drafting) if not found[i] and (ask := s.ask()) is not None}
+        if not asks:
+            return Proposals(found)
+        ahead = self._launched(drafting, asks)
+        passed = self._passed(list(asks.values())) if ahead is None else [(PENDING,) * count for count in ahead.counts]
+        for (i, ask), drafted in zip(asks.items(), passed, strict=True):
+            drafting[i].draft.take_model()
+            found[i] = drafting[i].admit(drafted)
+            if not found[i]:
+                drafting[i].draft.note_unused(ask.position + 1)
+        return Proposals(found, ahead)
+
+    def _launched(self, drafting: Sequence[DraftPass], asks: Mapping[int, Ask]) -> Ahead | None:
+        """A step takes tokens that the host does not know from one place: the drafter, or the step before."""
+        if self._launch is None or any(sequence.in_flight for sequence in drafting):
+            return None
+        if not all(drafting[i].verifies_unseen for i in asks):
+            return None
+        return self._launch(list(asks.values()))
 
     def _passed(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         assert self._ask is not None, "only a pipeline with a drafter is asked"

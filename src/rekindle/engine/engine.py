@@ -5,7 +5,8 @@ results of the oldest step. Each verb has a file of its own:
 
     receive    inbox, intake (a request becomes a sequence)
     admit      admission, restore, loader (reads from slow tiers), twins (waiting for one another's prefix)
-    schedule   scheduler, chunks, pace, drafting (what is proposed), forcing (tokens that must come)
+    schedule   scheduler, chunks, pace, drafting (what is proposed), ahead (blocks that the device knows before the
+               host), forcing (tokens that must come)
     launch     launch, flight (a step under way), sampler, to_host
     collect    results, publisher (captures → snapshots), account, sums
     end        endings, recovery (a stage was lost), audit and audit_runs (restores computed again)
@@ -19,12 +20,14 @@ import threading
 from collections import deque
 from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from rekindle.engine.account import Totals
 from rekindle.engine.admission import Admission
+from rekindle.engine.ahead import launch_pass
 from rekindle.engine.audit import Auditor
 from rekindle.engine.audit_runs import AuditRuns
 from rekindle.engine.drafting import NO_DRAFTS, Drafts, Measures, Proposer
@@ -86,7 +89,9 @@ class Engine:
         chained = drafter is not None and drafter.chained
         costs = (Costs if pipeline.on_cpu else GpuCosts)(chained) if settings.measure_drafts else None
         self._measures = Measures(costs, pipeline.async_steps > 0, fault=lambda: pipeline.drafter_fault)
-        proposer = Proposer(pipeline.propose if drafter is not None else None, costs)
+        ahead = partial(launch_pass, pipeline.propose_ahead, device=pipeline.logits_device)
+        ask = pipeline.propose if drafter is not None else None
+        proposer = Proposer(ask, costs, ahead if pipeline.drafts_ahead else None)
         reach = drafter.reach if drafter is not None else 0
         scheduler = Scheduler(
             grid, pipeline.depth, async_steps, pace, None if pipeline.on_cpu else BLOCK_ROWS, proposer, reach

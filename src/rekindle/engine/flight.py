@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from rekindle.batch import Batch, Segment, Wanted
+from rekindle.batch import PENDING, Batch, Segment, Wanted
+from rekindle.engine.ahead import Ahead
 from rekindle.engine.forcing import impose
 from rekindle.engine.sampler import draw
 from rekindle.engine.sequence import Sequence as LiveSequence
@@ -86,11 +87,14 @@ class Flight:
         owners: tuple[LiveSequence, ...],
         output: Future[StageOutput],
         launched: float | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
-        """launched: when the batch was handed over; a pipeline of this thread has run it by now."""
+        """launched: when the batch was handed over; a pipeline of this thread has run it by now. ahead: what its blocks
+        hold, where they were handed over before the host knew it."""
         self.batch = batch
         self.owners = owners
         self.output = output
+        self.ahead = ahead
         by_segment = [_drawn_rows(segment, owner) for segment, owner in zip(batch.segments, owners, strict=True)]
         self.drawing = [row for rows in by_segment for row in rows]
         self._counts = [len(rows) for rows in by_segment]  # of rows drawn, by segment
@@ -160,10 +164,16 @@ class Flight:
         for (segment, owner, rows, _), count in zip(self.results(), self._counts, strict=True):
             if count:
                 drawn = tokens[first : first + count]
-                accepted = _accepted(drawn, segment.tokens[1:] if count > 1 else ())
+                accepted = _accepted(drawn, self._drafted(segment) if count > 1 else ())
                 failure = self.failures.get(first + len(accepted) - 1)
                 yield Outcome(owner, segment, rows[len(rows) - count :], accepted, failure)
             first += count
+
+    def _drafted(self, segment: Segment) -> Sequence[int]:
+        """The tokens of a block."""
+        if self.ahead is None or segment.tokens[-1] != PENDING:
+            return segment.tokens[1:]
+        return self.ahead.known(segment.slot)
 
     def results(self) -> Iterator[Result]:
         """Every segment with its owner, its rows of logits and its scores."""

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rekindle.batch import PENDING
+from rekindle.batch import PENDING, Batch
+from rekindle.engine.ahead import Ahead
 from rekindle.engine.endings import Endings
 from rekindle.engine.flight import Flight
 from rekindle.engine.publisher import Publisher
@@ -85,8 +86,9 @@ class Launcher:
 
     def launch(self, step: Step) -> None:
         """Hand the step to the pipeline, and ask for captures where its chunks reach a boundary."""
-        (batch, owners), launched = step, time.monotonic()
-        flight = Flight(batch, tuple(owners), self._pipeline.forward(batch, self._pending_of(step)), launched)
+        (batch, owners, ahead), launched = step, time.monotonic()
+        output = self._pipeline.forward(batch, self._pending_of(step))
+        flight = Flight(batch, tuple(owners), output, launched if ahead is None else ahead.began, ahead)
         flight.enqueue_draw(self._pipeline.logits_device)
         for segment, sequence in zip(batch.segments, owners, strict=True):
             sequence.advance(segment.end, alone=len(owners) == 1, grid=self._grid)
@@ -121,8 +123,11 @@ class Launcher:
                 self._publisher.capture(sequence, sequence.position, kind)
 
     def _pending_of(self, step: Step) -> PendingTokens | None:
-        """Rows whose token the host does not know yet take it, on the device, from what the last flight draws."""
-        batch, owners = step
+        """Rows whose token the host does not know yet take it, on the device, from what the last flight draws; those of
+        blocks from what is drafted."""
+        batch, owners, ahead = step
+        if ahead is not None:
+            return pending_blocks(batch, ahead)
         rows = [row for row, segment in batch.row_starts() if segment.tokens == (PENDING,)]
         if not rows:
             return None
@@ -141,6 +146,14 @@ class Launcher:
             grid=self._grid,
             stretches=tuple(sequence.stretches),
         )
+
+
+def pending_blocks(batch: Batch, ahead: Ahead) -> PendingTokens | None:
+    """Every block's rows behind its first."""
+    blocks = [(row, segment) for row, segment in batch.row_starts() if segment.tokens[-1] == PENDING]
+    firsts = [(row + 1, ahead.first(segment.slot), len(segment) - 1) for row, segment in blocks]
+    pairs = [(row + place, source + place) for row, source, count in firsts for place in range(count)]
+    return PendingTokens(ahead.tokens, *map(tuple, zip(*pairs, strict=True))) if pairs else None
 
 
 def _pages_of(flight: Flight) -> int:

@@ -95,7 +95,12 @@ class Collector:
         launched, began = max(flight.launched, self._last_back), max(flight.began, self._last_back)
         self._last_back = time.monotonic()
         if self._costs is not None and all(owner.decoding for owner in flight.owners):
-            self._costs.note_step(len(flight.owners), flight.batch.rows, self._last_back - launched)
+            seconds = self._last_back - launched
+            if flight.ahead is not None:
+                drafting = flight.ahead.seconds()
+                self._costs.note_pass(flight.ahead.counts, drafting)
+                seconds = max(0.0, seconds - drafting)
+            self._costs.note_step(len(flight.owners), flight.batch.rows, seconds)
         if self._pace is not None:
             if flight.batch.rows == len(flight.batch.segments):
                 self._pace.note_step(self._last_back - began)

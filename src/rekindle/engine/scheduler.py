@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from rekindle.batch import PENDING, Batch, Segment, Wanted
-from rekindle.engine.drafting import Proposer
+from rekindle.engine.ahead import Ahead
+from rekindle.engine.drafting import Proposals, Proposer
 from rekindle.engine.pace import Pace
 from rekindle.engine.sequence import Sequence
 from rekindle.speculative.width import MOST
@@ -32,6 +33,7 @@ class Step(NamedTuple):
 
     batch: Batch
     owners: list[Sequence]  # of the batch's segments, in order
+    ahead: Ahead | None = None  # what blocks hold, where the host does not know it yet
 
 
 class Scheduler:
@@ -82,11 +84,11 @@ class Scheduler:
         chunk_first = chunks and not (rows and self._chunk_was_last)
         step = self._one_chunk(chunks[0], decoding, self.pace, fits) if chunk_first else None
         self._chunk_was_last = step is not None
-        return step or _step(self._rows_that_fit(rows, fits, drafts))
+        return step or _step(*self._rows_that_fit(rows, fits, drafts))
 
     def _share(self, rows: list[Sequence], chunks: list[Sequence], fits: Fits, drafts: bool) -> Step | None:
         """Decode rows and chunks in one batch, chunks until they hold a grid's worth of tokens."""
-        segments = self._rows_that_fit(rows, fits, drafts and not chunks)
+        segments, ahead = self._rows_that_fit(rows, fits, drafts and not chunks)
         budget = self.grid
         for sequence in chunks:
             end = sequence.next_chunk_end(self.grid)
@@ -97,7 +99,7 @@ class Scheduler:
             budget -= end - sequence.position
             if budget <= 0:
                 break
-        return _step(segments)
+        return _step(segments, ahead)
 
     def _one_chunk(self, sequence: Sequence, decoding: list[Sequence], pace: Pace, fits: Fits) -> Step | None:
         """A chunk alone in its batch, shorter while others answer."""
@@ -127,14 +129,14 @@ class Scheduler:
         """Tokens that each of so many sequences may draft."""
         return MOST if self.block_rows is None or sequences < 2 else min(MOST, self.block_rows // sequences - 1)
 
-    def _rows_that_fit(self, sequences: list[Sequence], fits: Fits, drafts: bool) -> Segments:
+    def _rows_that_fit(self, sequences: list[Sequence], fits: Fits, drafts: bool) -> tuple[Segments, Ahead | None]:
         """The next rows of the sequences: one each, or a block where tokens are drafted and pages are free."""
         self._proposer.note_sequences(len(sequences))
-        proposals = self._proposer.propose(sequences) if drafts else [()] * len(sequences)
+        proposed = self._proposer.propose(sequences) if drafts else Proposals([()] * len(sequences))
         longest = self._longest_draft(len(sequences))
-        pairs = zip(sequences, proposals, strict=True)
+        pairs = zip(sequences, proposed.tokens, strict=True)
         found = [(self._next_rows(sequence, drafted[:longest], fits), sequence) for sequence, drafted in pairs]
-        return [(segment, sequence) for segment, sequence in found if segment is not None]
+        return [(segment, sequence) for segment, sequence in found if segment is not None], proposed.ahead
 
     def _next_rows(self, sequence: Sequence, drafted: tuple[int, ...], fits: Fits) -> Segment | None:
         row = _decode_row(sequence)
@@ -165,11 +167,11 @@ class Scheduler:
         return foreground if others_run else ready
 
 
-def _step(segments: Segments) -> Step | None:
+def _step(segments: Segments, ahead: Ahead | None = None) -> Step | None:
     if not segments:
         return None
     blocks = any(segment.wanted is Wanted.ALL for segment, _ in segments)
-    return Step(Batch(tuple(segment for segment, _ in segments), blocks), [owner for _, owner in segments])
+    return Step(Batch(tuple(segment for segment, _ in segments), blocks), [owner for _, owner in segments], ahead)
 
 
 def _decode_row(sequence: Sequence) -> Segment:

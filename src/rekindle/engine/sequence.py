@@ -175,6 +175,12 @@ class Sequence:
         """Those of the drafted tokens that the grammar of its answer allows, up to the first that it does not."""
         return self.guide.admit(drafted) if self.guide is not None and drafted else drafted
 
+    @property
+    def verifies_unseen(self) -> bool:
+        """Whether a block may be verified before the host knows its tokens: a grammar has to admit them, and draws with
+        penalties count them."""
+        return self.guide is None and not needs_history(self.sampling)
+
     def ask(self) -> Ask | None:
         """What it wants of the pipeline's drafter, if anything."""
         most = self.draft.asks_for(self.tokens, self.may_draft) if self._knows_last else 0

@@ -124,6 +124,7 @@ class RingContext(ABC):
     the drafter's own."""
 
     chained = False  # a drafted token costs a pass of its own
+    drafts_ahead = False  # drafted tokens may stay on the device
 
     def __init__(
         self,
@@ -239,21 +240,22 @@ class RingContext(ABC):
     # Drafting
 
     def propose(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+        self._begin_blocks(asks)
+        with self._settling if self.drafts_ahead else nullcontext(), self._on_device():
+            return self._draft(asks)
+
+    def propose_ahead(self, asks: Sequence[Ask]) -> Tensor:
+        raise NotImplementedError("this drafter's tokens are known to the host first")
+
+    def _begin_blocks(self, asks: Sequence[Ask]) -> None:
         with self._settling:
             for ask in asks:
                 self._begin_block(ask)
             self._settle(self._to_settle(asks))
-        with self._settling if self._drafts_settle else nullcontext(), self._on_device():
-            return self._draft(asks)
 
     def _to_settle(self, asks: Sequence[Ask]) -> list[int]:
         """Slots whose features become K and V before blocks are drafted; those of others do as they are."""
         return [ask.slot for ask in asks]
-
-    @property
-    def _drafts_settle(self) -> bool:
-        """Whether features become K and V in the pass that drafts."""
-        return False
 
     def _begin_block(self, ask: Ask) -> None:
         known = self._known[ask.slot]
@@ -365,6 +367,7 @@ class DrafterContext(RingContext):
         self.model = model
         self._order = [self.taps.index(tap) for tap in model.spec.taps]
         self._recorded = None if record is None else RecordedPass(model, self._rings, slots, record)
+        self.drafts_ahead = record is not None  # features become K and V in the pass that drafts, under the lock
 
     def make_ready(self) -> None:
         """Record what blocks will need, and run once what a chunk's features go through."""
@@ -393,10 +396,6 @@ class DrafterContext(RingContext):
             return super()._to_settle(asks)
         return [ask.slot for ask in asks if self._known[ask.slot].waiting_rows > self._recorded.rows]
 
-    @property
-    def _drafts_settle(self) -> bool:
-        return self._recorded is not None
-
     def _settle(self, slots: Sequence[int]) -> None:
         """As many features as wait while a drafter rests go through the recorded pass; a chunk's are worth launches of
         their own."""
@@ -416,7 +415,7 @@ class DrafterContext(RingContext):
 
     def _draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         most = [min(ask.most, self._longest) for ask in asks]
-        found = self._draft_recorded(asks) if self._recorded is not None else self._draft_eagerly(asks, max(most))
+        found = self._draft_eagerly(asks, max(most)) if self._recorded is None else self._draft_recorded(asks).tolist()
         return [tuple(tokens[:count]) for tokens, count in zip(found, most, strict=True)]
 
     def _draft_eagerly(self, asks: Sequence[Ask], most: int) -> list[list[int]]:
@@ -424,16 +423,23 @@ class DrafterContext(RingContext):
         blocks = DraftBlocks(*(torch.tensor(column, device=self._device) for column in zip(*numbers, strict=True)))
         return self.model.propose(blocks, self._rings, most).tolist()
 
-    def _draft_recorded(self, asks: Sequence[Ask]) -> list[list[int]]:
-        """Features that wait become K and V in the same pass."""
+    def propose_ahead(self, asks: Sequence[Ask]) -> Tensor:
+        self._begin_blocks(asks)
+        with self._settling, self._on_device():
+            return self._draft_recorded(asks)
+
+    def _draft_recorded(self, asks: Sequence[Ask]) -> Tensor:
+        """[asks, tokens of a block], where the next pass writes too. Features that wait become K and V in the same
+        pass."""
         assert self._recorded is not None, "asked where passes are recorded"
-        found = list[list[int]]()
+        found = list[Tensor]()
         for at in range(0, len(asks), self._recorded.blocks):
             group = asks[at : at + self._recorded.blocks]
             known = [self._known[ask.slot] for ask in group]
             waiting = [[tuple(rows[i] for i in self._order) for rows in its.waiting] for its in known]
-            found += self._recorded.run(group, [its.start for its in known], waiting)
+            drafted = self._recorded.run(group, [its.start for its in known], waiting)
+            found.append(drafted if len(group) == len(asks) else drafted.clone())
             for its in known:
                 its.settled = its.stop
                 its.waiting.clear()
-        return found
+        return found[0] if len(found) == 1 else torch.cat(found)

@@ -71,13 +71,13 @@ class RecordedPass:
 
     def run(
         self, asks: Sequence[Ask], starts: Sequence[int], waiting: Sequence[Sequence[tuple[Tensor, ...]]]
-    ) -> list[list[int]]:
-        """waiting: of every ask the features that have not become K and V, in the order of the spec's taps."""
+    ) -> Tensor:
+        """Tokens of every ask [asks, tokens], where the next pass writes too. waiting: of every ask the features that
+        have not become K and V, in the order of the spec's taps."""
         blocks = 1 if len(asks) == 1 else self.blocks
         numbers = [(ask.token, ask.position, ask.slot, start) for ask, start in zip(asks, starts, strict=True)]
         self._replay(blocks, numbers, waiting)
-        found: list[list[int]] = self._found[blocks][: len(asks)].tolist()
-        return found
+        return self._found[blocks][: len(asks)]
 
     def _replay(
         self,

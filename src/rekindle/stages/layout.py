@@ -181,15 +181,10 @@ class Layout:
             fields.noted[:] = np.array([pair or (0, self._scratch_slot) for pair in (*noted, *[None] * more)]).T
 
     def take_pending(self, pending: PendingTokens) -> None:
-        """Tokens that were drawn on the device are put in there, without a stop at the host. Where none could be drawn
-        any will do: what comes of it is thrown away."""
-        count = len(pending.rows)
-        if pending.rows == tuple(range(count)) and pending.sources == pending.rows:
-            torch.maximum(pending.tokens[:count], ZERO, out=self.tokens[:count])  # one launch, the new type included
-        else:
-            device = pending.tokens.device
-            drawn = pending.tokens[torch.tensor(pending.sources, device=device)]
-            self.tokens[torch.tensor(pending.rows, device=device)] = drawn.clamp(min=0).int()
+        """Tokens that were drawn on the device are put in there, without a stop at the host: a launch for each run of
+        them, the new type included. Where none could be drawn any will do: what comes of it is thrown away."""
+        for row, source, count in pending.runs():
+            torch.maximum(pending.tokens[source : source + count], ZERO, out=self.tokens[row : row + count])
 
 
 def _padding(bounds: Sequence[int], rows: int) -> list[int]:

@@ -136,6 +136,16 @@ class Pipeline:
         drafter = self.drafter
         return nothing if drafter is None else self._drafted(lambda: drafter.propose(asks), nothing)
 
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether a batch can take the drafter's tokens on the device, where the host does not know them yet."""
+        return not self._lines and self.drafter is not None and self.drafter.drafts_ahead
+
+    def propose_ahead(self, asks: Sequence[Ask]) -> torch.Tensor | None:
+        """The same, on the device: nobody waits for it. None once the drafter has failed."""
+        drafter = self.drafter
+        return None if drafter is None else self._drafted(lambda: drafter.propose_ahead(asks), None)
+
     def _drafted(self, call: Callable[[], T], instead: T) -> T:
         """What the drafter answers. After a fault its state is not known, so the pipeline does without it."""
         try:

@@ -16,11 +16,23 @@ from rekindle.spec import Span
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingTokens:
-    """Tokens that a step before drew on the device: row rows[i] of the batch takes tokens[sources[i]]."""
+    """Tokens that a step before drew on the device, or that a drafter drafted there: row rows[i] of the batch takes
+    tokens[sources[i]]."""
 
     tokens: torch.Tensor  # int64, on the device of the last stage
     rows: tuple[int, ...]
     sources: tuple[int, ...]
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Rows and sources that follow one another: where each run begins, and how long it is."""
+        found = list[tuple[int, int, int]]()
+        for row, source in zip(self.rows, self.sources, strict=True):
+            first, its_source, count = found[-1] if found else (row + 1, source, 0)
+            if (row, source) == (first + count, its_source + count):
+                found[-1] = first, its_source, count + 1
+            else:
+                found.append((row, source, 1))
+        return found
 
     def of_rows(self, rows: range) -> PendingTokens | None:
         """Those of a portion of the batch, whose rows are counted from its first."""
@@ -134,6 +146,15 @@ class FeatureReader(StateHolder, TwoPhaseRestore, Protocol):
 
     def propose(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         """Tokens that may follow, for each; perhaps while it reads features of other slots."""
+        ...
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether it can leave its tokens on the device."""
+        ...
+
+    def propose_ahead(self, asks: Sequence[Ask]) -> torch.Tensor:
+        """Where it can: int64 [asks, tokens of its longest block]; the next pass writes over them."""
         ...
 
     def context(self, slot: int) -> range:

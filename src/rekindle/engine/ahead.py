@@ -1,0 +1,74 @@
+"""Blocks that the pipeline's drafter is drafting: the next step takes their tokens on the device, and the host learns
+them with the tokens which that step draws."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rekindle.batch import Ask
+from rekindle.engine.to_host import OnHost
+
+
+class Stopwatch:
+    """How long a device works on what is launched between the start and `stop`. Nobody waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        gpu = device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if gpu else None
+        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if gpu else []
+        self._seconds = -time.monotonic()  # of the host, which runs a CPU's kernels itself
+        self._mark(0)
+
+    def stop(self) -> None:
+        self._seconds += time.monotonic()
+        self._mark(1)
+
+    def seconds(self) -> float:
+        """After the device has passed both."""
+        return float(self._marks[0].elapsed_time(self._marks[1])) / 1e3 if self._marks else self._seconds
+
+    def _mark(self, which: int) -> None:
+        if self._marks:
+            self._marks[which].record(self._stream)
+
+
+class Ahead:
+    """What one pass drafts for some sequences, in order of the asks."""
+
+    def __init__(self, tokens: torch.Tensor, asks: Sequence[Ask], began: float, watch: Stopwatch) -> None:
+        """tokens: int64 [asks, tokens], which the next pass may write over. began: when the host turned to the pass."""
+        self.tokens = tokens.flatten()
+        self.began = began
+        self.counts = [min(ask.most, tokens.shape[1]) for ask in asks]
+        self._width = tokens.shape[1]
+        self._places = {ask.slot: place for place, ask in enumerate(asks)}
+        self._watch = watch
+        self._host = OnHost(tokens)
+        self._known: list[list[int]] | None = None
+
+    def first(self, slot: int) -> int:
+        """Where in `tokens` the slot's block begins."""
+        return self._places[slot] * self._width
+
+    def known(self, slot: int) -> list[int]:
+        """The slot's tokens, once the device has drafted them."""
+        if self._known is None:
+            self._known = self._host.take(torch.Tensor.tolist)
+        return self._known[self._places[slot]]
+
+    def seconds(self) -> float:
+        """Of the pass, once the device has made it."""
+        return self._watch.seconds()
+
+
+def launch_pass(
+    ask: Callable[[Sequence[Ask]], torch.Tensor | None], asks: Sequence[Ask], device: torch.device
+) -> Ahead | None:
+    """None where nothing is drafted. device: of the drafter."""
+    began, watch = time.monotonic(), Stopwatch(device)
+    tokens = ask(asks)
+    watch.stop()
+    return None if tokens is None else Ahead(tokens, asks, began, watch)
