@@ -96,8 +96,10 @@ class Draft:
         self._proposed_by = self._model
 
     def _look_up(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        if self._drafter is None:
+            return ()
         most = min(most, self._width.at(len(tokens)))
-        if self._drafter is None or most < 1 or len(tokens) - len(self._drafter) > NEAR:
+        if most < 1 or len(tokens) - len(self._drafter) > NEAR:
             return ()
         self.learn(tokens)
         return self._drafter.propose(most)

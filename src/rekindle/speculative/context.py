@@ -96,27 +96,40 @@ class Known:
     start: int = 0
     settled: int = 0
     waiting: list[tuple[Tensor, ...]] = field(default_factory=list)  # of every tap [rows, hidden]
-
-    @property
-    def waiting_rows(self) -> int:
-        return sum(len(rows[0]) for rows in self.waiting)
+    waiting_rows: int = 0  # of all of them
 
     @property
     def stop(self) -> int:
         return self.settled + self.waiting_rows
+
+    def begin(self, position: int) -> None:
+        """Nothing is known of what stands before `position`."""
+        self.settle()
+        self.start = self.settled = position
+
+    def wait(self, rows: tuple[Tensor, ...]) -> None:
+        self.waiting.append(rows)
+        self.waiting_rows += len(rows[0])
+
+    def settle(self) -> None:
+        """What waited has become K and V."""
+        self.settled += self.waiting_rows
+        self.waiting.clear()
+        self.waiting_rows = 0
 
     def cut(self, position: int) -> None:
         """Features from `position` on are forgotten."""
         assert self.settled <= position <= self.stop, (
             f"features of [{self.settled}, {self.stop}) wait, {position} is not there"
         )
-        left, kept = position - self.settled, list[tuple[Tensor, ...]]()
-        for rows in self.waiting:
-            taken = tuple(tap[:left] for tap in rows)
-            left -= len(taken[0])
-            if len(taken[0]):
-                kept.append(taken)
-        self.waiting = kept
+        more = self.stop - position
+        while more > 0:
+            rows = self.waiting.pop()
+            count = len(rows[0])
+            if count > more:
+                self.waiting.append(tuple(tap[: count - more] for tap in rows))
+            self.waiting_rows -= min(count, more)
+            more -= count
 
 
 class RingContext(ABC):
@@ -199,11 +212,10 @@ class RingContext(ABC):
         """Features of consecutive positions; with a gap before them the context begins anew."""
         known = self._known[slot]
         if known.stop != position:
-            known.waiting.clear()
-            known.start = known.settled = position
-        elif known.stop - known.settled >= WAITING:
+            known.begin(position)
+        elif known.waiting_rows >= WAITING:
             self._settle([slot])
-        known.waiting.append(rows)
+        known.wait(rows)
 
     def _settle(self, slots: Sequence[int]) -> None:
         """Features that wait become K and V, those of all slots together. Whoever settles holds the lock."""
@@ -221,8 +233,7 @@ class RingContext(ABC):
             mine = [(k[first : first + stop - start], v[first : first + stop - start]) for k, v in keys]
             first += stop - start
             self._store(slot, stop, mine)
-            self._known[slot].waiting.clear()
-            self._known[slot].settled = stop
+            self._known[slot].settle()
 
     def _store(self, slot: int, stop: int, keys: Sequence[Keys]) -> None:
         """K and V of the positions before `stop`; of each layer the last that its ring holds."""
@@ -261,8 +272,7 @@ class RingContext(ABC):
         known = self._known[ask.slot]
         assert known.position == ask.position, f"slot {ask.slot} stands at {known.position}, not at {ask.position}"
         if known.stop != ask.position:  # nothing is known of what stands right before the block
-            known.waiting.clear()
-            known.start = known.settled = ask.position
+            known.begin(ask.position)
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels are launched on the current device, and every thread begins on the first one."""
@@ -382,11 +392,13 @@ class DrafterContext(RingContext):
     def _read_rows(
         self, batch: Batch, features: Sequence[Tensor], pending: PendingFeatures | None
     ) -> Iterator[tuple[Segment, int, tuple[Tensor, ...]]]:
-        first = 0
-        for segment in (segment for segment in batch.segments if segment.features):
-            rows = tuple(tap[first : first + segment.features] for tap in features)
+        read = [segment for segment in batch.segments if segment.features]
+        if len(read) == 1:
+            yield read[0], read[0].end - read[0].features, tuple(features)
+            return
+        pieces = zip(*(tap.split([segment.features for segment in read]) for tap in features), strict=True)
+        for segment, rows in zip(read, pieces, strict=False):  # of no tap nothing comes
             yield segment, segment.end - segment.features, rows
-            first += segment.features
 
     def _keys_of(self, rows: Sequence[Tensor], positions: Tensor) -> list[Keys]:
         return self.model.context([rows[i] for i in self._order], positions)
@@ -410,8 +422,7 @@ class DrafterContext(RingContext):
         taps = [torch.cat(tap) for tap in zip(*known.waiting, strict=True)]
         with self._on_device():
             recorded.settle(slot, known.settled, tuple(taps[i] for i in self._order))
-        known.settled = known.stop
-        known.waiting.clear()
+        known.settle()
 
     def _draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         most = [min(ask.most, self._longest) for ask in asks]
@@ -440,6 +451,5 @@ class DrafterContext(RingContext):
             drafted = self._recorded.run(group, [its.start for its in known], waiting)
             found.append(drafted if len(group) == len(asks) else drafted.clone())
             for its in known:
-                its.settled = its.stop
-                its.waiting.clear()
+                its.settle()
         return found[0] if len(found) == 1 else torch.cat(found)

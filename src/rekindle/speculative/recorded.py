@@ -98,9 +98,12 @@ class RecordedPass:
         filled = [(*its, count) for its, count in zip(numbers, counts, strict=True)]
         with self._host.next() as host:
             self._numbers.copy_(host.copy_(torch.tensor([*filled, *padding]).T), non_blocking=True)
+        places, taps = list[Tensor](), list[Tensor]()
         for number, its in enumerate(waiting):
             at = number * self.rows
             for rows in its:
-                for tap, buffer in zip(rows, self._features, strict=True):
-                    buffer[at : at + len(tap)].copy_(tap, non_blocking=True)
+                places += [buffer[at : at + len(rows[0])] for buffer in self._features]
+                taps += rows
                 at += len(rows[0])
+        if taps:
+            torch._foreach_copy_(places, taps, non_blocking=True)  # one launch for all

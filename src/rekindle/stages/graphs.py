@@ -92,10 +92,10 @@ class _Step:
         layout: Layout,
         logits: torch.Tensor | None,
         taps: Taps,
-        features: tuple[torch.Tensor, ...],
+        features: torch.Tensor,
     ) -> None:
-        """logits: float32 [at least the shape's rows, vocab], where the head is part of the step. features: of every
-        tap, [at least the shape's rows, hidden]."""
+        """logits: float32 [at least the shape's rows, vocab], where the head is part of the step. features: [taps, at
+        least the shape's rows, hidden]."""
         self._model = model
         self._taps = taps
         self._state = state
@@ -120,8 +120,8 @@ class _Step:
     def _run(self, layers: Sequence[HybridLayer]) -> None:
         x = self._model.enter(self.layout.tokens, self.hidden_in)
         x, tapped = self._model.run(x, self.layout.ragged, self._state.layers, layers, self._taps)
-        for rows, features in zip(tapped, self.features, strict=False):  # `warm` may leave tapped layers out
-            features[: len(rows)].copy_(rows)
+        if tapped:  # one launch for all; `warm` may leave tapped layers out
+            torch._foreach_copy_([room[: len(x)] for room in self.features[: len(tapped)]], tapped)
         if self._logits is not None:
             self._logits[: x.shape[0]].copy_(self._model.leave(x))
         self.output = x if self._logits is None else self._logits
@@ -146,7 +146,7 @@ class RecordedSteps:
         self._scratch_page = scratch_page
         self._record = record
         self._taps = taps
-        self._features: dict[Taps, tuple[torch.Tensor, ...]] = {}  # of the last step: all steps write there
+        self._features: dict[Taps, torch.Tensor] = {}  # of the last step: all steps write there
         self._steps: dict[tuple[GraphShape, Taps], _Step] = {}  # by shape and taps, those used last behind
         self._run_once = set[tuple[bool, ...]]()  # kinds of steps that have run through all layers
         self._logits: torch.Tensor | None = None  # of the last step, whichever it was: all of them write there
@@ -162,10 +162,10 @@ class RecordedSteps:
         hidden: torch.Tensor | None,
         pending: PendingTokens | None,
         taps: Taps = (),
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A batch that `shape` serves -> hidden [batch.rows, …], or logits in float32; later steps do not touch it. A
         chunk gives hidden in the last stage too, which the next step overwrites: the head takes its rows at once.
-        Beside it what left each tapped layer, which the next step overwrites too.
+        Beside it what left the tapped layers [taps, batch.rows, hidden], which the next step overwrites too.
         """
         step = self._step(shape, taps or self._taps)
         with step.host.next() as host:
@@ -178,7 +178,7 @@ class RecordedSteps:
         step.replay()
         assert step.output is not None, "a step that ran has an output"
         output = step.output[: batch.rows]
-        features = tuple(rows[: batch.rows] for rows in step.features) if taps else ()
+        features = step.features[:, : batch.rows] if taps else None
         return (output if shape.is_chunk and self._model.is_last else output.clone()), features
 
     def make_ready(self, shape: GraphShape) -> None:
@@ -216,12 +216,10 @@ class RecordedSteps:
         self._run_once.add(kind)
         return step
 
-    def _room_for_features(self, taps: Taps) -> tuple[torch.Tensor, ...]:
+    def _room_for_features(self, taps: Taps) -> torch.Tensor:
         if taps not in self._features:
-            shape = RECORDED_ROWS, self._model.spec.hidden
-            self._features[taps] = tuple(
-                torch.zeros(shape, dtype=self._model.dtype, device=self._model.device) for _ in taps
-            )
+            shape = len(taps), RECORDED_ROWS, self._model.spec.hidden
+            self._features[taps] = torch.zeros(shape, dtype=self._model.dtype, device=self._model.device)
         return self._features[taps]
 
     def _room_for_logits(self, shape: GraphShape) -> torch.Tensor | None:

@@ -29,6 +29,7 @@ from rekindle.stages.state import SpanState
 from rekindle.stages.trade import Trade
 from rekindle.stages.types import PageCount, PendingTokens, StageOutput
 
+Outputs = Sequence[torch.Tensor] | torch.Tensor | None  # [rows, hidden] of every tap, apart or in one tensor
 WORK = ("step:recorded", "step:eager", "experts:cache", "experts:cache and cpu", "experts:stream", "experts:host")
 
 
@@ -179,7 +180,7 @@ class LocalStage:
             self._recording.record_following(batch, pages)
         self._advance(batch)
         skipping = self._paged.skipping
-        features = tuple(_feature_rows(rows, batch) for rows in outputs)
+        features = _features(outputs, batch)
         if not self.model.is_last:
             return StageOutput(x, None, skipping, features=features)
         return StageOutput(None, self._drawable(x) if batch.logit_rows else None, skipping, scores, features)
@@ -190,7 +191,7 @@ class LocalStage:
         pages: Sequence[SegmentPages],
         hidden: torch.Tensor | None,
         pending: PendingTokens | None,
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor], bool]:
+    ) -> tuple[torch.Tensor, Outputs, bool]:
         """What the layers make of the batch, the outputs of those that are tapped, and whether the head is still to
         come."""
         shape = GraphShape.of(batch, pages)
@@ -205,8 +206,8 @@ class LocalStage:
         if self._recording is not None and recorded is not None:
             self.model.poll_experts(batch.rows)
             self._count("recorded", recorded.rows)
-            x, outputs = self._recording.steps.run(recorded, batch, pages, hidden, pending, taps)
-            return x, outputs, recorded.is_chunk
+            x, joined = self._recording.steps.run(recorded, batch, pages, hidden, pending, taps)
+            return x, joined, recorded.is_chunk
         self._count("eager", batch.rows)
         layout = self._lay_out(shape, batch, pages, pending)
         entered = self.model.enter(layout.tokens, hidden)
@@ -351,13 +352,20 @@ def _rows_with_logits(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     return wanted[0] if len(wanted) == 1 else torch.cat(wanted)
 
 
-def _feature_rows(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """In memory of their own: the next recorded step writes over x."""
-    wanted = _last_rows(x, batch, [segment.features for segment in batch.segments])
-    return torch.cat(wanted) if wanted else x[:0]
+def _features(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, ...]:
+    """The rows of every tap that a drafter reads, in memory of their own: the next recorded step writes over it. Where
+    all taps lie in one tensor, one launch."""
+    if outputs is None or not len(outputs):
+        return ()
+    counts = [segment.features for segment in batch.segments]
+    if not isinstance(outputs, torch.Tensor):
+        return tuple(torch.cat(_last_rows(x, batch, counts) or [x[:0]]) for x in outputs)
+    if batch.feature_rows == batch.rows:
+        return outputs.clone(memory_format=torch.contiguous_format).unbind()
+    return torch.cat(_last_rows(outputs, batch, counts) or [outputs[:, :0]], dim=1).unbind()
 
 
 def _last_rows(x: torch.Tensor, batch: Batch, counts: Sequence[int]) -> list[torch.Tensor]:
-    """So many of each segment, of segments that have some."""
+    """So many of each segment, of segments that have some; x: […, rows, values]."""
     ends = [row + len(segment) for row, segment in batch.row_starts()]
-    return [x[end - count : end] for end, count in zip(ends, counts, strict=True) if count]
+    return [x[..., end - count : end, :] for end, count in zip(ends, counts, strict=True) if count]
