@@ -7,18 +7,21 @@ from functools import cache
 from typing import Any
 
 import pytest
-from support.paper_drafter import paper_drafts
-from support.snapshot_lab import Answer, Lab, random_tokens
+from support.paper_drafter import PaperReader, paper_drafts
+from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens
 
 from rekindle.engine.drafting import Drafts
+from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import FinishReason, Sampling
 from rekindle.grammar import Grammar, GrammarKind
 from rekindle.grammar.compiler import Compiler, Vocabulary
 from rekindle.grammar.frame import ThinkingFrame, in_library_form, whole
 from rekindle.grammar.guide import Guide, Rules
+from rekindle.prefix import local_tiers
 from rekindle.prompt import Prompt
 from rekindle.spec import Span
 from rekindle.speculative.lookup import PromptLookup
+from rekindle.stages import Pipeline
 
 STOP, OTHER_STOP = 318, 319
 WORDS = (b"ab", b"ba", b"aa", b"12", b'{"', b'": ', b"</think>", b"\n\n", b"true", b"bab")
@@ -120,6 +123,24 @@ def test_drafts_change_no_token(lab: Lab, right: float, sampling: Sampling) -> N
     assert drafted.tokens == plain.tokens
     if right == 1.0:
         assert drafted.finished.draft.accepted > 10
+
+
+class Unseen(PaperReader):
+    """Could leave its tokens on the device."""
+
+    drafts_ahead = True
+
+
+def test_a_grammar_admits_drafted_tokens_before_they_are_verified(lab: Lab) -> None:
+    plain = alone(lab, prompt(), rules(LONG))
+    text = [*prompt().tokens, *plain.tokens, STOP, *[0] * 16]
+    pipeline = Pipeline([lab.stage()], drafter=Unseen(0.7, text, 318))
+    settings = EngineSettings(context=2048, grid=64, drafts=Drafts(model="drafter", off=None))
+    engine = Engine(pipeline, RecordingCache(local_tiers(0)), settings).start()
+    drafted = ask(engine, prompt(), rules(LONG))
+    assert drafted.tokens == plain.tokens and drafted.finished.draft.off is None
+    assert drafted.finished.draft.accepted > 3
+    engine.stop()
 
 
 def test_prompt_lookup_changes_no_token(lab: Lab) -> None:

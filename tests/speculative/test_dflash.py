@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.drafter_files import random_weights, write_folder, write_gguf
+from support.launches import Launches
 
 from rekindle.batch import Ask, Batch, Segment
 from rekindle.errors import SnapshotMismatch
@@ -134,6 +135,19 @@ def test_however_features_come_the_context_is_the_same(file: DrafterFile) -> Non
 def kept(context: DrafterContext) -> list[torch.Tensor]:
     (part,) = context.capture(0)
     return [tensor for name, tensor in part.tensors.items() if name != "identity"]
+
+
+def test_a_pass_over_features_that_wait_takes_two_copies(file: DrafterFile) -> None:
+    """Numbers to the device, and features of all taps and positions to their places; then the recorded pass."""
+    drafter = made(file, slots=4, context=256, record=lambda step: (step(), lambda: None)[1])
+    taps = features(40)
+    fed(drafter, 0, taps, 0, 30)
+    drafter.propose_ahead([Ask(0, 30, 1, 4)])
+    for at in range(30, 34):
+        fed(drafter, 0, taps, at, at + 1)
+    with Launches() as launches:
+        drafter.propose_ahead([Ask(0, 34, 1, 4)])
+    assert launches.counts == {"copy_": 1, "_foreach_copy_": 1}
 
 
 def test_a_recorded_pass_settles_and_proposes_what_any_other_does(file: DrafterFile) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.launches import Launches
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.spec import Span
@@ -79,6 +80,23 @@ def test_a_recorded_step_gives_them_too(make_tiny: Any, rows: int) -> None:
     assert recorded.work()["step:recorded"] >= 2
     assert len(outputs[0]) == 2 * len(TAPS)
     assert all(close(a, b) for a, b in zip(*outputs, strict=True))
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_features_of_all_taps_leave_a_recorded_step_in_one_launch(make_tiny: Any, sequences: int) -> None:
+    """A plain step costs one small copy more than without a drafter, however many layers are tapped."""
+    record = {"table_width": 32, "record": lambda step, warm=None: (step(), step)[1]}
+    stage, counts = make_tiny("dense").stage(taps=TAPS, **record), []
+    for slot in range(sequences):
+        stage.forward(Batch((Segment(slot, 0, TOKENS[:9]),)), None)
+    for at, features in ((9, 0), (10, 0), (11, 1)):  # the first records the step
+        row = TOKENS[at : at + 1]
+        segments = tuple(Segment(slot, at, row, Wanted.LAST, features=features) for slot in range(sequences))
+        with Launches() as launches:
+            output = stage.forward(Batch(segments, taps=TAPS if features else ()), None)
+        counts.append(launches.total)
+    assert counts[2] == counts[1] + 1
+    assert [len(tap) for tap in output.features] == [sequences] * len(TAPS)
 
 
 def test_a_recorded_step_of_a_cpu_gives_them_too(make_tiny: Any) -> None:

@@ -229,6 +229,7 @@ class Engine:
         self._admission.admit()
         while (step := self._launcher.schedule()) is not None:
             self._launcher.launch(step)
+        self._collector.let_go()
         self._collector.collect()
         self._publisher.publish_ready()
 

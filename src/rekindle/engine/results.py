@@ -52,6 +52,7 @@ class Collector:
         self._pace = pace
         self._costs = costs  # of steps with and without drafts, where they are measured
         self._last_back = 0.0  # when the last flight came back, by a monotonic clock
+        self._holding: tuple[Sequence, ...] = ()  # sequences whose tokens are held
 
     def collect(self) -> None:
         """The oldest flight's results, if one is under way. Raises StageLost if it was lost with a stage."""
@@ -59,6 +60,12 @@ class Collector:
             self._collect(self._flights.popleft())
         if self._flights:
             self._flights[0].enqueue_draw(self._pipeline.logits_device)
+
+    def let_go(self) -> None:
+        """Clients get the tokens that were held: the device has its next step by now."""
+        for sequence in self._holding:
+            sequence.let_go()
+        self._holding = ()
 
     def collect_all(self) -> None:
         while self._flights:
@@ -83,6 +90,10 @@ class Collector:
         flight.draw()
         flight.wait()
         self._note_pace(flight)
+        if flight.ahead is not None:  # what follows a block stands still until the host has gone on
+            self._holding += flight.owners
+            for owner in flight.owners:
+                owner.hold()
         skipping = flight.output.result().skipping
         for result in flight.results():
             result.owner.account.sparse |= result.segment.slot in skipping

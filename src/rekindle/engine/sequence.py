@@ -17,7 +17,7 @@ from rekindle.engine.drafting import Draft
 from rekindle.engine.forcing import Forcing
 from rekindle.engine.sampler import needs_history
 from rekindle.engine.state import Decoding, Ended, Ending, InSlot, Prefilling, State, Waiting, check_transition
-from rekindle.engine.types import Event, Request, Sampling, TokenLogprob
+from rekindle.engine.types import Event, Request, Sampling, Token, TokenLogprob
 from rekindle.grammar.guide import Guide, Mask
 from rekindle.prompt import Boundary, BoundaryKind
 from rekindle.snapshots.types import Stretch
@@ -81,6 +81,7 @@ class Sequence:
     verifying: bool = False  # a block of drafted tokens is in flight
     cancelled: bool = False  # ends at the next step that finds nothing of it in flight
     promoted: bool = False  # background work that a request of a client waits for
+    held: list[Token] | None = None  # that the client gets a moment later: the device is given its next step first
 
     def become(self, state: State) -> None:
         """Only the roster calls this, so that line, slots and state agree."""
@@ -280,7 +281,25 @@ class Sequence:
             self.stretches.append(Stretch(end, how, cut))
 
     def emit(self, event: Event) -> None:
-        """Give the client an event. A sink that raises cancels its own request and disturbs no other."""
+        """Give the client an event: a token after those that are held, others at once."""
+        if self.held is not None and isinstance(event, Token):
+            self.held.append(event)
+            return
+        self.let_go()
+        self._give(event)
+
+    def hold(self) -> None:
+        """Keep its next tokens back until `let_go`, or until something else is to be said."""
+        if self.held is None:
+            self.held = []
+
+    def let_go(self) -> None:
+        held, self.held = self.held or (), None
+        for token in held:
+            self._give(token)
+
+    def _give(self, event: Event) -> None:
+        """A sink that raises cancels its own request and disturbs no other."""
         try:
             self.request.sink(event)
         except Exception:

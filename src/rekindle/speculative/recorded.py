@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,7 +98,8 @@ class RecordedPass:
         counts = [sum(len(rows[0]) for rows in its) for its in waiting]
         filled = [(*its, count) for its, count in zip(numbers, counts, strict=True)]
         with self._host.next() as host:
-            self._numbers.copy_(host.copy_(torch.tensor([*filled, *padding]).T), non_blocking=True)
+            host.numpy()[:] = np.array([*filled, *padding]).T
+            self._numbers.copy_(host, non_blocking=True)
         places, taps = list[Tensor](), list[Tensor]()
         for number, its in enumerate(waiting):
             at = number * self.rows

@@ -234,20 +234,33 @@ class Pipeline:
         for stage in self.stages:
             stage.stop()
 
+    @property
+    def _holders(self) -> list[StateHolder]:
+        """The drafter is the last."""
+        return [*self.stages] if self.drafter is None else [*self.stages, self.drafter]
+
     def _post_all(self, verb: Callable[[StateHolder], T]) -> list[Future[T]]:
-        """The drafter's answer is the last."""
-        lines: list[Line | CallLine] = [*self._lines]
-        holders: list[StateHolder] = [*self.stages]
-        if (drafter := self.drafter) is not None:
-            holders.append(drafter)
-            lines += [self._drafter_line] if self._drafter_line is not None else []
-        if not lines:
+        holders = self._holders
+        if not self._lines:
             return [_done(partial(verb, holder)) for holder in holders]
+        lines: list[Line | CallLine] = [*self._lines]
+        if len(holders) > len(lines) and self._drafter_line is not None:
+            lines.append(self._drafter_line)
         return [line.post(partial(verb, holder)) for line, holder in zip(lines, holders, strict=True)]
 
     def _on_all(self, verb: Callable[[StateHolder], None]) -> None:
-        for future in self._post_all(verb):
-            future.result()
+        if self._lines:
+            for future in self._post_all(verb):
+                future.result()
+            return
+        errors = list[Exception]()
+        for holder in self._holders:
+            try:
+                verb(holder)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def _poll_experts(holder: StateHolder) -> None:
