@@ -11,7 +11,9 @@ never right. First cold, then with the prompt restored from disk. A short table 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -197,6 +199,9 @@ class Bench:
         made = load_drafter(drafter, self.file, [self.stage], dtype, self.settings.context)
         assert isinstance(made, DrafterContext), "it was made from a DFlash spec"
         self.drafter = Scripted(made, self.text, self.prompt, self.file.spec.drawable)
+        gc.collect()
+        gc.freeze()  # as a server does: else a collection amid an answer looks at all that torch brings …
+        sys.setswitchinterval(0.0005)  # … and the listener may keep the token loop waiting
 
     def engine(self, drafts: bool, folder: Path | None = None) -> Engine:
         disk = None if folder is None else DiskStore(folder, "f" * 64, 1 << 40)

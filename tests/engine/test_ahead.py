@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,6 +157,21 @@ def test_penalties_and_several_sources_go_the_old_way(lab: Lab) -> None:
     assert Answer(engine, asked, PENALISED, max_tokens=LENGTH).tokens == expected
     engine.stop()
     assert "known" in log and "pass" not in log and "unseen" not in log
+
+
+@pytest.mark.parametrize("drafts", [Drafts(), ALONE], ids=["drafts nothing", "drafts"])
+def test_beside_penalties_blocks_are_known_before_they_are_verified(lab: Lab, drafts: Drafts) -> None:
+    """Draws of one step are made together, and one row's penalties count the tokens before every row."""
+    asked, log = [prompt(seed, 80 + seed) for seed in range(2)], list[str]()
+    expected = [plain(lab, each, how) for each, how in zip(asked, (SEEDED, PENALISED), strict=True)]
+    texts = [[*each.tokens, *tokens] for each, tokens in zip(asked, expected, strict=True)]
+    engine = drafting(lab, texts, log)
+    answers = [Answer(engine, asked[0], SEEDED, max_tokens=LENGTH)]
+    engine.settings = replace(engine.settings, drafts=drafts)
+    answers.append(Answer(engine, asked[1], PENALISED, max_tokens=LENGTH))
+    assert [answer.tokens for answer in answers] == expected
+    engine.stop()
+    assert "known" in log
 
 
 def test_sequences_share_a_pass_and_a_step(lab: Lab) -> None:

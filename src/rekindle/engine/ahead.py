@@ -27,8 +27,11 @@ class Stopwatch:
         self._mark(1)
 
     def seconds(self) -> float:
-        """After the device has passed both."""
-        return float(self._marks[0].elapsed_time(self._marks[1])) / 1e3 if self._marks else self._seconds
+        """When the device has passed both."""
+        if not self._marks:
+            return self._seconds
+        self._marks[1].synchronize()
+        return float(self._marks[0].elapsed_time(self._marks[1])) / 1e3
 
     def _mark(self, which: int) -> None:
         if self._marks:

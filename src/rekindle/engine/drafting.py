@@ -10,7 +10,7 @@ batch, is the scheduler's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -200,7 +200,7 @@ class DraftPass(Protocol):
     def in_flight(self) -> int: ...
     @property
     def verifies_unseen(self) -> bool:
-        """Whether drafted tokens may be verified that the host does not know."""
+        """Whether a step with it may verify drafted tokens that the host does not know."""
 
     def propose(self) -> tuple[int, ...]: ...
     def admit(self, drafted: tuple[int, ...]) -> tuple[int, ...]:
@@ -241,7 +241,7 @@ class Proposer:
         asks = {i: ask for i, s in enumerate(drafting) if not found[i] and (ask := s.ask()) is not None}
         if not asks:
             return Proposals(found)
-        ahead = self._launched(drafting, asks)
+        ahead = self._launched(drafting, list(asks.values()))
         passed = self._passed(list(asks.values())) if ahead is None else [(PENDING,) * count for count in ahead.counts]
         for (i, ask), drafted in zip(asks.items(), passed, strict=True):
             drafting[i].draft.take_model()
@@ -250,13 +250,12 @@ class Proposer:
                 drafting[i].draft.note_unused(ask.position + 1)
         return Proposals(found, ahead)
 
-    def _launched(self, drafting: Sequence[DraftPass], asks: Mapping[int, Ask]) -> Ahead | None:
-        """A step takes tokens that the host does not know from one place: the drafter, or the step before."""
-        if self._launch is None or any(sequence.in_flight for sequence in drafting):
+    def _launched(self, step: Sequence[DraftPass], asks: Sequence[Ask]) -> Ahead | None:
+        """None where the host has to know the tokens. A step takes those that it does not know from one place, the
+        drafter or the step before; and draws of all its rows are made together."""
+        if self._launch is None or any(sequence.in_flight or not sequence.verifies_unseen for sequence in step):
             return None
-        if not all(drafting[i].verifies_unseen for i in asks):
-            return None
-        return self._launch(list(asks.values()))
+        return self._launch(asks)
 
     def _passed(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         assert self._ask is not None, "only a pipeline with a drafter is asked"

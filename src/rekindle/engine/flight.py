@@ -23,6 +23,8 @@ from rekindle.stages import StageOutput
 
 log = logging.getLogger("rekindle.engine")
 
+NO_ROWS = torch.empty(0)
+
 
 class Result(NamedTuple):
     """What a flight brings one of its owners from the last stage."""
@@ -178,7 +180,7 @@ class Flight:
     def results(self) -> Iterator[Result]:
         """Every segment with its owner, its rows of logits and its scores."""
         output = self.output.result()
-        logits, scores = (torch.empty(0) if rows is None else rows for rows in (output.logits, output.scores))
+        logits, scores = (NO_ROWS if rows is None else rows for rows in (output.logits, output.scores))
         row = scored = 0
         for segment, owner in zip(self.batch.segments, self.owners, strict=True):
             next_row, next_scored = row + segment.logit_rows, scored + segment.scored_rows

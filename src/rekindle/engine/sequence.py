@@ -178,8 +178,8 @@ class Sequence:
 
     @property
     def verifies_unseen(self) -> bool:
-        """Whether a block may be verified before the host knows its tokens: a grammar has to admit them, and draws with
-        penalties count them."""
+        """Whether a step with it may verify blocks before the host knows their tokens: a grammar has to admit its own,
+        and where one row's draw has penalties, tokens before every row are counted."""
         return self.guide is None and not needs_history(self.sampling)
 
     def ask(self) -> Ask | None:
