@@ -85,7 +85,7 @@ def run(scheduler: Scheduler, decoding: list[Sequence], steps: int) -> list[list
         chosen = scheduler.next_batch(decoding, lambda sequence, end: True)
         if chosen is None:
             break
-        batch, owners = chosen
+        batch, owners, _ = chosen
         seen.append(lengths(batch))
         for segment, owner in zip(batch.segments, owners, strict=True):
             owner.position = segment.end
