@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 from rekindle.batch import PENDING, Batch, Segment, Wanted
@@ -139,15 +138,15 @@ class Scheduler:
         return [(segment, sequence) for segment, sequence in found if segment is not None], proposed.ahead
 
     def _next_rows(self, sequence: Sequence, drafted: tuple[int, ...], fits: Fits) -> Segment | None:
-        row = _decode_row(sequence)
-        if drafted and fits(sequence, row.end + len(drafted)):
-            row = replace(row, tokens=(*row.tokens, *drafted), wanted=Wanted.ALL)
-        else:
-            if drafted:
-                sequence.draft.note_unused(len(sequence.tokens))
-            if not fits(sequence, row.end):
-                return None
-        return replace(row, features=len(row)) if self._reach else row
+        token, position, reads = _next_token(sequence), sequence.position, self._reach > 0
+        if drafted and fits(sequence, position + 1 + len(drafted)):
+            tokens = (token, *drafted)
+            return Segment(sequence.slot, position, tokens, Wanted.ALL, features=len(tokens) * reads)
+        if drafted:
+            sequence.draft.note_unused(len(sequence.tokens))
+        if not fits(sequence, position + 1):
+            return None
+        return Segment(sequence.slot, position, (token,), Wanted.LAST, features=int(reads))
 
     def _chunk(self, sequence: Sequence, end: int) -> Segment:
         tokens, top = tuple(sequence.tokens[sequence.position : end]), sequence.request.prompt_logprobs
@@ -174,7 +173,5 @@ def _step(segments: Segments, ahead: Ahead | None = None) -> Step | None:
     return Step(Batch(tuple(segment for segment, _ in segments), blocks), [owner for _, owner in segments], ahead)
 
 
-def _decode_row(sequence: Sequence) -> Segment:
-    known = sequence.position < len(sequence.tokens)
-    token = sequence.tokens[sequence.position] if known else PENDING
-    return Segment(sequence.slot, sequence.position, (token,), Wanted.LAST)
+def _next_token(sequence: Sequence) -> int:
+    return sequence.tokens[sequence.position] if sequence.position < len(sequence.tokens) else PENDING

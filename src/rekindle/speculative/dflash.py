@@ -172,7 +172,8 @@ class Dflash:
         """Through the best candidates of every row; a pair of neighbours scores predecessor · bridge · successor."""
         chooser, table = self.spec.selector, self.selector
         assert chooser is not None and table is not None, "a drafter without a selector takes the best of every row"
-        best = (logits.float() * self.spec.logit_scale).topk(chooser.candidates, dim=-1)
+        logits = logits.float() if self.spec.logit_scale == 1.0 else logits.float() * self.spec.logit_scale
+        best = logits.topk(chooser.candidates, dim=-1)
         cap = self.spec.softcap
         values = cap * torch.tanh(best.values / cap) if cap else best.values
         shape = len(anchors), len(rows) // len(anchors), chooser.candidates

@@ -20,7 +20,7 @@ from rekindle.snapshots.slabs import Slabs
 from rekindle.snapshots.types import Part
 from rekindle.spec import Span
 from rekindle.stages.cpu_steps import CpuSteps
-from rekindle.stages.graphs import GraphRecorder
+from rekindle.stages.graphs import GraphRecorder, Taps
 from rekindle.stages.layout import GraphShape, Layout
 from rekindle.stages.portions import portions_of, run_portions
 from rekindle.stages.recording import Recording
@@ -87,10 +87,11 @@ class LocalStage:
         self._unsettled: dict[int, int] = {}  # by slot: where its last segment began, if that is not settled yet
         self._work = Counter(dict.fromkeys(WORK, 0))
         self._ways: dict[int, Counter[str]] = {}
+        self._taps: dict[Taps, Taps] = {}  # of a batch: those of this stage's layers
         self._recording: Recording | None = None
         self._cpu_steps: CpuSteps | None = None
         if record is not None:
-            own = tuple(layer for layer in taps if layer in model.span)
+            own = self._own_taps(tuple(taps))
             self._recording = Recording(model, self._state, slots, table_width, record, own)
         elif not on_gpu and model.dtype is torch.float32 and native.library() is not None:
             self._cpu_steps = CpuSteps(model, self._state, slots)
@@ -195,7 +196,7 @@ class LocalStage:
         """What the layers make of the batch, the outputs of those that are tapped, and whether the head is still to
         come."""
         shape = GraphShape.of(batch, pages)
-        taps = tuple(layer for layer in batch.taps if layer in self.span)
+        taps = self._own_taps(batch.taps)
         if self._cpu_steps is not None:
             served = self._cpu_steps.serving(shape, batch, taps)
             if served is not None:
@@ -213,6 +214,12 @@ class LocalStage:
         entered = self.model.enter(layout.tokens, hidden)
         x, outputs = self.model.run(entered, layout.ragged, self._state.layers, taps=taps)
         return x, outputs, True
+
+    def _own_taps(self, taps: Taps) -> Taps:
+        """Those of this stage's layers; a drafter names the same ones in every batch."""
+        if taps not in self._taps:
+            self._taps[taps] = tuple(layer for layer in taps if layer in self.span)
+        return self._taps[taps]
 
     def _prepare(self, batch: Batch) -> list[SegmentPages]:
         """Pages for every row; what is pending of the slots' earlier blocks stays."""
