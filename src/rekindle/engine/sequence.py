@@ -15,10 +15,10 @@ from rekindle.engine.audit import Audit
 from rekindle.engine.chunks import chunk_end
 from rekindle.engine.drafting import Draft
 from rekindle.engine.forcing import Forcing
-from rekindle.engine.sampler import needs_history
 from rekindle.engine.state import Decoding, Ended, Ending, InSlot, Prefilling, State, Waiting, check_transition
+from rekindle.engine.token_counts import TokenCounts
 from rekindle.engine.types import Event, Request, Sampling, TokenLogprob
-from rekindle.grammar.guide import Guide, Mask
+from rekindle.grammar.guide import Guide
 from rekindle.prompt import Boundary, BoundaryKind
 from rekindle.snapshots.types import Stretch
 from rekindle.spec import PAGE
@@ -77,6 +77,7 @@ class Sequence:
     account: Account = field(default_factory=Account)
     draft: Draft = field(default_factory=Draft)
     forcing: Forcing = field(default_factory=Forcing)
+    token_counts: TokenCounts = field(default_factory=TokenCounts)  # for penalties
     guide: Guide | None = None  # through the grammar that the answer keeps to; it stands after the last token
     verifying: bool = False  # a block of drafted tokens is in flight
     cancelled: bool = False  # ends at the next step that finds nothing of it in flight
@@ -114,11 +115,6 @@ class Sequence:
         return self.request.sampling
 
     @property
-    def mask(self) -> Mask | None:
-        """The tokens that may follow the known ones; None: all."""
-        return self.guide.mask if self.guide is not None else None
-
-    @property
     def namespace(self) -> str:
         return self.request.namespace
 
@@ -148,7 +144,7 @@ class Sequence:
         follows a block in flight is not known: its drafts may be refused."""
         left = self.max_tokens - self.answer_length - self.in_flight
         is_known = self.forcing.is_known(self.in_flight)
-        return left > 0 and not self.verifying and not needs_history(self.sampling) and is_known
+        return left > 0 and not self.verifying and is_known
 
     @property
     def may_draft(self) -> int:

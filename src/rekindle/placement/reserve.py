@@ -162,7 +162,8 @@ def _work_items(
         Item("page staging", 2 * STAGED_PAGES * widest_page if gpu else 0),
         Item("page keys", keys if chooses_by_keys(wishes) else 0),
         Item("activations", rows * _row_bytes(spec, wishes.compute_bytes)),
-        Item("logits", 2 * decode_rows * spec.vocab * F32 if last else 0),  # logits, and the sampler's copy
+        # logits, the sampler's copy, and what penalties count of each sequence
+        Item("logits", (2 * decode_rows + wishes.sequences) * spec.vocab * F32 if last else 0),
         Item("expand scratch", expanded_values(sizes) * wishes.compute_bytes),
         *(Item(name, size) for name, size in mixers.work_bytes(rows, decode_rows).items()),
         Item("recorded steps", _recorded_bytes(spec, wishes, mixers) if gpu else 0),
