@@ -277,9 +277,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--seconds", type=float, default=340)
     parser.add_argument("--only", default="", help="beginnings of names, such as held,defaults-moe; all if left out")
-    parser.add_argument(
-        "--budget", type=float, default=22.1, help="GiB that a server is held to"
-    )
+    parser.add_argument("--budget", type=float, default=22.1, help="GiB that a server is held to")
     parser.add_argument("--device", default="cuda:0", help="cpu: the script itself, on tiny models")
     options = parser.parse_args()
     scale, told = TINY if options.device == "cpu" else Scale(), Told()
