@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rekindle.build import VRAM_SHARE
-from rekindle.cli import app
+from rekindle.cli.commands import app
 
 A3B = ("--shape", "qwen3.6-35b-a3b", "--context", "131072", "--ram", "64GiB")
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rekindle.build import build_engine, make_machine, open_model
-from rekindle.cli import app
+from rekindle.cli.commands import app
 from rekindle.cli.generate import split_arguments
 from rekindle.cli.server import listen
 from rekindle.config import Config, parse_shards
