@@ -319,6 +319,7 @@ def test_a_pool_that_does_not_fit_is_a_bound(data: st.DataObject, model: tuple[M
             make_plan(one_gpu(budget), spec, sizes, replace(wishes, pool=None))
         return
     stage = plan.stage(0)
+    assume(stage.page_bytes)
     assert plan.wishes == wishes and stage.pool_pages <= min(wishes.full_pages, pages_for(wishes.pool or 0))
     if stage.pool_pages < min(wishes.full_pages, pages_for(wishes.pool or 0)):
         more = replace(wishes, pool=(stage.pool_pages + 1) * PAGE)

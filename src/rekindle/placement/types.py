@@ -17,7 +17,8 @@ KV_POLICIES = ("qk", "lru")
 # Page tables have room for this many tokens per slot whatever the limit, so that a higher limit costs nothing.
 LONGEST_CONTEXT = 1 << 20
 
-SNAPSHOTS = "snapshots in RAM"  # an item that the runtime reads back
+SNAPSHOTS = "snapshots in RAM"  # an item that the runtime reads back …
+KEPT = "copies of kept slots"  # … and so is this
 CAPTURES = "captures in flight"
 
 
@@ -297,7 +298,15 @@ class Plan:
     @property
     def snapshot_ram(self) -> int:
         """RAM that the snapshots may take: what was asked for, or what there is."""
-        return sum(item.bytes for item in self.host_items if item.name == SNAPSHOTS)
+        return self._host_bytes(SNAPSHOTS)
+
+    @property
+    def kept_ram(self) -> int:
+        """RAM for pages that kept slots hold on the devices, and whose snapshots may have left the RAM tier."""
+        return self._host_bytes(KEPT)
+
+    def _host_bytes(self, name: str) -> int:
+        return sum(item.bytes for item in self.host_items if item.name == name)
 
     @property
     def host_left(self) -> int:
