@@ -80,7 +80,7 @@ def test_the_plan_says_both_ends_and_where_so_many_do_not_fit() -> None:
     devices = tuple(Device(f"cuda:{i}", "cuda", 22 * GIB, rates=card_named("RTX 3090").rates) for i in range(2))
     text = show_plan(make_plan(Machine(devices, 32 * GIB), spec, sizes, Wishes(262_144, sequences=16, chunk=2048)))
     lines = [line for line in text.splitlines() if "tok/s" in line]
-    assert [line.split()[0] for line in lines] == ["empty", "32,768", "65,536", "262,144"]
+    assert [line.split()[0] for line in lines] == ["empty", "8,192", "32,768", "65,536", "262,144"]
     assert lines[-1].endswith("does not fit")
 
 

@@ -179,7 +179,13 @@ def _why_fewer(most: Plan, chosen: Plan, count: int) -> str:
 
 def _beside(drafter: DrafterBytes, names: list[str], wishes: Wishes) -> Wishes:
     here = 0 if shard_of(names[-1]) else drafter.total
-    return replace(wishes, drafter_bytes=here, drafter_ram=drafter.total - here, drafter_context=drafter.context)
+    return replace(
+        wishes,
+        drafter_bytes=here,
+        drafter_ram=drafter.total - here,
+        drafter_context=drafter.context,
+        taps=drafter.taps,
+    )
 
 
 def drafter_wishes(config: Config, model: Model, names: list[str], dtype: torch.dtype, sequences: int) -> DrafterBytes:

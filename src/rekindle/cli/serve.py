@@ -74,7 +74,7 @@ def serve(
     draft: options.Draft = options.DRAFT,
     drafter: options.Drafter = None,
     pool: Annotated[
-        int | None, typer.Option(help="Tokens of KV cache on every device; the plan decides if left out.")
+        int | None, typer.Option(help="Tokens of KV cache on every device at most; the plan decides if left out.")
     ] = None,
     vram: options.Vram = None,
     ram: options.Ram = None,

@@ -21,7 +21,7 @@ BATCH_SHARE = 0.38  # … and those of 2 to 16 rows: the products take longer th
 KV_SHARE = 0.75  # of a card's memory speed, at which attention reads pages
 LINK_SHARE = 0.81  # of a link's nominal speed, at which pages and experts come over it
 MOST_ROWS = 16  # that were fitted: a dense model is slower with more
-SHOWN = (0, 32_768, 65_536)  # contexts that are shown beside the limit
+SHOWN = (0, 8_192, 32_768, 65_536)  # contexts that are shown beside the limit
 
 
 def expected(plan: Plan, sizes: Sizes, context: int, sequences: int = 1) -> ExpectedSpeed | None:

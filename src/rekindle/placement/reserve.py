@@ -119,9 +119,17 @@ def staging_bytes(layers: dict[int, LayerSizes]) -> int:
 
 
 def fixed_items(
-    spec: ModelSpec, sizes: Sizes, wishes: Wishes, device: Device, weights: SpanWeights, first: bool, last: bool
+    spec: ModelSpec,
+    sizes: Sizes,
+    wishes: Wishes,
+    device: Device,
+    weights: SpanWeights,
+    first: bool,
+    last: bool,
+    tapped: int,
 ) -> list[Item]:
-    """Weights that are always on the device, state, and work memory; without margin, experts and pool."""
+    """Weights that are always on the device, state, and work memory; without margin, experts and pool. tapped: layers
+    of the stage that a drafter reads."""
     return [
         Item("embedding", 0 if device.is_cpu else sizes.embedding_of(first, last)),  # a CPU has it as stored, in RAM
         Item("mixers", weights.mixers),
@@ -129,10 +137,18 @@ def fixed_items(
         Item("routers and shared experts", weights.shared),
         Item("final norm", sizes.norms if last else 0),
         Item("head", sizes.head if last else 0),
-        Item("drafter", wishes.drafter_bytes if last else 0),
+        Item("drafter", wishes.drafter_bytes if last else 0),  # with all features beside it, where there is one
+        Item("features", 0 if last and wishes.drafter_bytes else tapped * _tap_bytes(spec, wishes, device)),
         *_state_items(wishes, device, weights.state),
         *_work_items(spec, sizes, wishes, device, weights.state, last),
     ]
+
+
+def _tap_bytes(spec: ModelSpec, wishes: Wishes, device: Device) -> int:
+    """Of one tapped layer: what leaves it in a chunk, the rows of it that are sent on, and on a GPU a buffer that all
+    recorded steps write."""
+    rows = 2 * wishes.chunk + (0 if device.is_cpu else RECORDED_ROWS)
+    return rows * spec.hidden * wishes.compute_bytes
 
 
 def _state_items(wishes: Wishes, device: Device, mixers: SpanMixers) -> list[Item]:
