@@ -45,7 +45,7 @@ def plan(
     kv_type: options.KvType = None,
     kv_mode: options.KvMode = "exact",
     kv_policy: options.KvPolicy = "qk",
-    live_memory: options.LiveMemory = False,
+    live_memory: options.LiveMemory = None,
     draft: options.Draft = options.DRAFT,
     drafter: options.Drafter = None,
     pool: Annotated[int | None, typer.Option(help="Tokens of KV on every device at most.")] = None,

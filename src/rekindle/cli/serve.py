@@ -70,7 +70,7 @@ def serve(
     kv_type: options.KvType = None,
     kv_mode: options.KvMode = "exact",
     kv_policy: options.KvPolicy = "qk",
-    live_memory: options.LiveMemory = False,
+    live_memory: options.LiveMemory = None,
     draft: options.Draft = options.DRAFT,
     drafter: options.Drafter = None,
     pool: Annotated[
