@@ -127,6 +127,11 @@ class Sequence:
         return self.request.prompt_logprobs is not None
 
     @property
+    def repeats_bits(self) -> bool:
+        """Whether its chunks are alone in their steps: an audit compares them, and scores are those of a cold run."""
+        return self.audit is not None or self.scores_prompt
+
+    @property
     def prompt_length(self) -> int:
         return len(self.request.prompt.tokens)
 
