@@ -1,11 +1,11 @@
 """Recorded steps against the same steps unrecorded: PYTHONPATH=src python3 scripts/gpu/check_graphs.py
 
-A tiny random model. Chunks of many lengths, behind one another, behind a restore, of several prompts at once; decode alone and beside others,
-sparse decode over page edges, blocks to verify with every way back; bf16 and q8 KV. Blocks of several sequences, whose
-recorded steps have other numbers of rows, are computed in float32, so that a fault does not pass for rounding. On a GPU
-also steps that wait for pages under way, handed over far ahead of the device. The last line says how many of the checks
-failed; exit code 1 if any did. With --device cpu the steps are run again instead of replayed, which tries this script
-itself.
+A tiny random model. Chunks of many lengths, behind one another, behind a restore and of several prompts at once; decode
+alone and beside others, sparse decode over page edges, blocks to verify with every way back; bf16 and q8 KV. Blocks of
+several sequences, whose recorded steps have other numbers of rows, are computed in float32, so that a fault does not
+pass for rounding. On a GPU also steps that wait for pages under way, handed over far ahead of the device. The last line
+says how many of the checks failed; exit code 1 if any did. With --device cpu the steps are run again instead of
+replayed, which tries this script itself.
 """
 
 from __future__ import annotations
