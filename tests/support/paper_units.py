@@ -42,6 +42,32 @@ def memory(addresses: np.ndarray, count: int, live: np.ndarray) -> list[tl.tenso
     return [words(found[..., i]) for i in range(count)]
 
 
+class Written(Stretch):
+    """The same, to be written."""
+
+    def __init__(self, address: int, count: int, typestr: str) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": (count,), "typestr": typestr, "version": 3}
+
+
+def stored(p: tl.tensor, bits: tl.tensor, live: tl.tensor, size: int) -> None:
+    """The lower `size` bytes of every register, at its address, where live."""
+    shape = np.broadcast_shapes(*(array(each).shape for each in (p, bits, live)))
+    addresses, values, lives = (np.broadcast_to(array(each), shape) for each in (p, bits, live))
+    wanted = addresses[lives != 0].astype(np.int64)
+    if wanted.size:
+        first = int(wanted.min())
+        every = np.asarray(Written(first, (int(wanted.max()) - first) // size + 1, f"<u{size}"))
+        every[(wanted - first) // size] = values[lives != 0].astype(f"<u{size}")
+
+
+def store_word(p: tl.tensor, bits: tl.tensor, live: tl.tensor) -> None:
+    stored(p, bits, live, 4)
+
+
+def store_half(p: tl.tensor, bits: tl.tensor, live: tl.tensor) -> None:
+    stored(p, bits, live, 2)
+
+
 def load_four(p: tl.tensor, live: tl.tensor) -> tuple[tl.tensor, ...]:
     return tuple(memory(array(p), 4, np.broadcast_to(array(live), array(p).shape)))
 
@@ -158,6 +184,8 @@ def lay_out(monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
         "load_codes": load_four,
         "load_pair": load_pair,
         "load_or_nought": load_or_nought,
+        "store_word": store_word,
+        "store_half": store_half,
         "lifted_nibbles": lifted_nibbles,
         "with_bits": with_bits,
         "lowered": lowered,

@@ -25,7 +25,7 @@ from rekindle.kernels.device import pdl_arguments, shared_memory_carveout
 from rekindle.kernels.matmul.fragments import load_piece, load_quad
 from rekindle.kernels.matmul.mma import factors
 from rekindle.kernels.matmul.packing import BLOCK
-from rekindle.kernels.matmul.ptx import load_one, threads
+from rekindle.kernels.matmul.ptx import load_one, store_half, store_word, threads
 from rekindle.kernels.matmul.stream_k import block_products, hold, load_step, moved_on, planes_at
 from rekindle.kernels.matmul.tiles import has_minimum
 from rekindle.kernels.matmul.types import Packed
@@ -230,8 +230,8 @@ def _store_gated(inner, acc, m, end, n, width):
     """silu(gate) · up of the pairs at m and m + 1, laid out as `values`; and those numbers."""
     y, y2 = _gated(acc[0], acc[2]).to(tl.bfloat16), _gated(acc[1], acc[3]).to(tl.bfloat16)
     to = inner + m.to(tl.int64) * width + (n // 32 * 32 + n % 16 // 4 * 8 + n % 32 // 16 * 4 + n % 4)
-    tl.store(to, y, m < end)
-    tl.store(to + width, y2, m + 1 < end)
+    store_half(to, y.to(tl.int16, bitcast=True).to(tl.int32), m < end)
+    store_half(to + width, y2.to(tl.int16, bitcast=True).to(tl.int32), m + 1 < end)
     return y.to(tl.float32), y2.to(tl.float32)
 
 
@@ -323,15 +323,15 @@ def _store_shares(
     """Of one pair, the one at m or the next; the shared expert's have no weight here."""
     m += which
     here = m < end
-    routed = m < tl.minimum(end, pairs)
-    pair = tl.load(order + m, routed, other=0)
-    weight = tl.load(weights + pair, routed, other=1.0)
+    routed = m < pairs
+    pair = load_one(order + tl.minimum(m, tl.minimum(end, pairs) - 1))
+    weight = tl.where(routed, load_one(weights + pair).to(tl.float32, bitcast=True), 1.0)
     to = shares + tl.where(routed, pair, m).to(tl.int64) * width + n
-    tl.store(to, acc[which] * weight, here)
-    tl.store(to + 8, acc[2 + which] * weight, here)
+    store_word(to, (acc[which] * weight).to(tl.int32, bitcast=True), here)
+    store_word(to + 8, (acc[2 + which] * weight).to(tl.int32, bitcast=True), here)
     if TILES == 2:
-        tl.store(to + 16, acc2[which] * weight, here)
-        tl.store(to + 24, acc2[2 + which] * weight, here)
+        store_word(to + 16, (acc2[which] * weight).to(tl.int32, bitcast=True), here)
+        store_word(to + 24, (acc2[2 + which] * weight).to(tl.int32, bitcast=True), here)
 
 
 @shared_memory_carveout
