@@ -130,6 +130,19 @@ def with_bits(pair: tl.tensor, bits: tl.tensor, mask: int) -> tl.tensor:
     return words(array(pair).view(np.uint32) | array(bits).view(np.uint32) & np.uint32(mask))
 
 
+def nearest(values: np.ndarray) -> np.ndarray:
+    """float32 rounded to bfloat16, to the nearest even."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def in_two_parts(low: tl.tensor, high: tl.tensor) -> tuple[tl.tensor, ...]:
+    first, second = (nearest(array(each)) for each in (low, high))
+    rest, rest2 = nearest(array(low) - first), nearest(array(high) - second)
+    pairs = (first, second), (rest, rest2)
+    return tuple(words(lower.view(np.uint32) >> 16 | upper.view(np.uint32)) for lower, upper in pairs)
+
+
 def lowered(pair: tl.tensor) -> tl.tensor:
     low, high = (half - np.float32(160) for half in halves(array(pair).view(np.uint32)))
     return words(low.view(np.uint32) >> 16 | high.view(np.uint32) & 0xFFFF0000)
@@ -188,6 +201,7 @@ def lay_out(monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
         "store_half": store_half,
         "lifted_nibbles": lifted_nibbles,
         "with_bits": with_bits,
+        "in_two_parts": in_two_parts,
         "lowered": lowered,
         "byte_as_float": byte_as_float,
         "mma": product,

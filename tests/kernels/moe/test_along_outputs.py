@@ -71,9 +71,10 @@ def uneven(rows: int) -> tuple[Tensor, Tensor]:
     ("up_type", "down_type", "rows", "shared", "config"),
     [
         ("Q4_K", "Q4_K", 3, True, AlongConfig(4, 1, 1, 1, 128, 128)),
-        ("Q4_K", "Q6_K", 7, False, AlongConfig(4, 2, 2, 2, 128, 128)),
+        ("Q4_K", "Q6_K", 7, False, AlongConfig(4, 2, 2, 2, 168, 128)),
         ("Q5_K", "Q5_K", 11, True, AlongConfig(4, 1, 2, 1, 128, 128)),
         ("Q6_K", "Q4_K", 20, False, AlongConfig(8, 2, 4, 1, 168, 168)),
+        ("Q4_K", "Q6_K", 37, False, AlongConfig(4, 1, 8, 2, 255, 255)),
     ],
 )
 def test_experts_agree_with_the_definition(
@@ -99,8 +100,9 @@ def test_a_shared_expert_of_other_types_runs_apart() -> None:
 def test_x_is_laid_out_by_threads_and_summed_by_blocks() -> None:
     h = drawn(3, 2304).to(BF16)  # blocks that fill no whole number of programs
     ids = torch.tensor([[2], [0], [2]], dtype=torch.int32)
-    values, lifts, order, starts = along_outputs.prepare(h, ids, 3)
+    values, sums, order, starts = along_outputs.prepare(h, ids, 3)
     blocks = h.view(-1, 2, 4, 4)  # s, t, k
     assert torch.equal(values.view(-1, 4, 2, 4), blocks.transpose(1, 2))
-    assert torch.allclose(lifts, -128 * h.float().view(-1, 32).sum(1), rtol=1e-5, atol=1e-3)
+    both = sums.float().view(-1, 2, 2).sum(1).flatten()  # what is nearest, and what is nearest to the rest
+    assert torch.allclose(both, -128 * h.float().view(-1, 32).sum(1), rtol=2**-14, atol=1e-3)
     assert order.tolist() == [1, 0, 2] and starts.tolist() == [0, 1, 1, 3]

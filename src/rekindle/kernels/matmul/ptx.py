@@ -191,6 +191,33 @@ def byte_as_float(word, k: tl.constexpr):
 
 
 @triton.jit
+def in_two_parts(low, high):
+    """Two float32 numbers as pairs of bfloat16: what is nearest to them, and what is nearest to the rest."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 a, b;
+            .reg .f32 x, y;
+            cvt.rn.bf16x2.f32 a, $3, $2;
+            shl.b32 b, a, 16;
+            mov.b32 x, b;
+            and.b32 b, a, 0xFFFF0000;
+            mov.b32 y, b;
+            sub.f32 x, $2, x;
+            sub.f32 y, $3, y;
+            mov.b32 $0, a;
+            cvt.rn.bf16x2.f32 $1, y, x;
+        }
+        """,
+        "=&r,=&r,f,f",
+        [low, high],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
     """c + a · b for a [16, 16] and b [16, 8] of bfloat16, c in float32."""
     return tl.inline_asm_elementwise(

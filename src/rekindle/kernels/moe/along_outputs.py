@@ -5,8 +5,13 @@ comes to the L1 once. A warp has all columns of TILES tiles: 16 outputs of down,
 takes 8 · N_TILES pairs of the expert at a time, so that weights are expanded once for all of them.
 
 x lies in planes whose rows are those of h, or the pairs:
-    values  bfloat16 [rows, blocks, 4, 8]  number 16·s + 4·t + k of a block at 8·t + 4·s + k: one piece a thread
-    lifts   float32 [rows, blocks]         −128 · Σ x over the block, which takes off what codes are lifted by
+    values  bfloat16 [rows, blocks, 4, 8]     number 16·s + 4·t + k of a block at 8·t + 4·s + k: one piece a thread
+    sums    bfloat16 [rows, blocks / 2, 2, 2]  −128 · Σ x of two blocks side by side, then the same for what rounding
+                                               took off: 16 bits of each
+
+A code q enters as 128 + q. What that adds to a product, and the minima of the types that have them, are one number for
+a row of weights and a block, times Σ x: also a product, of 8 blocks with as many sums, for the tensor core. The numbers
+are in two parts, as the sums are, one behind the other along its 16 columns.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,39 +27,50 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rekindle.kernels.device import pdl_arguments, shared_memory_carveout
-from rekindle.kernels.matmul.fragments import load_piece, load_quad
-from rekindle.kernels.matmul.mma import factors
+from rekindle.kernels.matmul.fragments import load_piece
+from rekindle.kernels.matmul.mma import expanded_pairs, factors, scales_at
 from rekindle.kernels.matmul.packing import BLOCK
-from rekindle.kernels.matmul.ptx import load_one, store_half, store_word, threads
+from rekindle.kernels.matmul.ptx import in_two_parts, load_one, load_two, mma, store_half, store_word, threads
 from rekindle.kernels.matmul.stream_k import block_products, hold, load_step, moved_on, planes_at
-from rekindle.kernels.matmul.tiles import has_minimum
+from rekindle.kernels.matmul.tiles import bits_of, has_minimum
 from rekindle.kernels.matmul.types import Packed
 from rekindle.kernels.moe.grouping import looked_at, place_pairs
 from rekindle.kernels.moe.tensor_core import planes
 
 Three = tuple[Packed, Packed, Packed]
 
+FEW_PAIRS, SOME_PAIRS = 4.5, 12.0  # of an expert: up to these one n-tile at once is enough for most, or two
 LAID = tl.constexpr(64)  # blocks of x that a program lays out
 
 
 class AlongConfig(NamedTuple):
-    """Warps of a program; tiles of 16 outputs of a warp, 1 or 2; n-tiles (of eight pairs) that it multiplies at once,
-    at most; programs that share the pairs of an expert; registers that a thread may take, for up and for down."""
+    """Warps of a program; tiles of 16 outputs of a warp, 1 or 2, for codes of 4 bits (longer ones have 1); n-tiles (of
+    eight pairs) that it multiplies at once, at most; programs that share the pairs of an expert; registers that a
+    thread may take for codes of 4 bits, and for longer ones."""
 
     warps: int
     tiles: int
     n_tiles: int
     spread: int
-    up_registers: int
-    down_registers: int
+    registers: int
+    long_registers: int
+
+    def of(self, type: str) -> tuple[int, dict[str, int]]:
+        """Tiles of a warp, and the arguments of a launch."""
+        short = bits_of(type) == 4
+        tiles, registers = (self.tiles, self.registers) if short else (1, self.long_registers)
+        return tiles, {
+            "N_TILES": self.n_tiles, "TILES": tiles, "SPREAD": self.spread, "WARPS": self.warps,
+            "num_warps": self.warps, "num_stages": 1, "maxnreg": registers,
+        }  # fmt: skip
 
 
 def along_config(pairs_per_expert: float) -> AlongConfig:
     """By count of instructions and registers (docs/LOG.md); not timed yet."""
-    if pairs_per_expert <= 4:
-        return AlongConfig(4, 2, 1, 1, 168, 168)
-    if pairs_per_expert <= 20:
-        return AlongConfig(4, 1, 2, 2, 128, 128)
+    if pairs_per_expert <= FEW_PAIRS:
+        return AlongConfig(4, 2, 1, 2, 128, 128)
+    if pairs_per_expert <= SOME_PAIRS:
+        return AlongConfig(4, 2, 2, 2, 168, 128)
     return AlongConfig(4, 1, 4, 2, 168, 168)
 
 
@@ -69,7 +85,7 @@ def _half_sum(word):
 
 
 @triton.jit
-def _lay_out(x, values, lifts, number, blocks):
+def _lay_out(x, values, sums, number, blocks):
     """LAID blocks of x, counted over all rows; x and values as words of four numbers."""
     block = number * LAID + tl.arange(0, LAID)
     here = (block < blocks)[:, None]
@@ -78,12 +94,22 @@ def _lay_out(x, values, lifts, number, blocks):
     four = tl.load(x + first + word, here, other=0)
     tl.store(values + first + word % 4 * 2 + word // 4, four, here)
     total = tl.sum(_half_sum(four.to(tl.int32)) + _half_sum((four >> 32).to(tl.int32)), 1)
-    tl.store(lifts + block, total * -128.0, block < blocks)
+    store_sums(sums, total, block, block < blocks)
+
+
+@triton.jit
+def store_sums(sums, total, block, live):
+    """Of the blocks with these numbers, counted over all rows."""
+    total *= -128.0
+    nearest = total.to(tl.bfloat16)
+    to = sums + block.to(tl.int64) // 2 * 4 + block % 2
+    tl.store(to, nearest, live)
+    tl.store(to + 2, total - nearest.to(tl.float32), live)
 
 
 @triton.jit(do_not_specialize=["pairs", "blocks"])
 def _prepare_kernel(
-    ids, order, starts, pairs, experts, x, values, lifts, blocks, B: tl.constexpr, PDL: tl.constexpr
+    ids, order, starts, pairs, experts, x, values, sums, blocks, B: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Pairs are sorted by expert, and x is laid out: neither waits for the other."""
     if PDL:
@@ -93,20 +119,20 @@ def _prepare_kernel(
     if e <= experts:
         place_pairs(ids, order, starts, pairs, e, experts, B)
     else:
-        _lay_out(x, values, lifts, e - experts - 1, blocks)
+        _lay_out(x, values, sums, e - experts - 1, blocks)
 
 
 def prepare(h: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h laid out, its lifts, the pairs sorted by expert and where each expert's begin (`grouping.group`)."""
+    """h laid out, its sums, the pairs sorted by expert and where each expert's begin (`grouping.group`)."""
     blocks, pairs = h.numel() // BLOCK, ids.numel()
-    values, lifts = torch.empty_like(h), torch.empty(blocks, dtype=torch.float32, device=h.device)
+    values, sums = torch.empty_like(h), torch.empty(blocks, 2, dtype=h.dtype, device=h.device)
     order = torch.empty(pairs, dtype=torch.int32, device=h.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=h.device)
     _prepare_kernel[(experts + 1 + triton.cdiv(blocks, LAID.value),)](
-        ids, order, starts, pairs, experts, h.view(torch.int64), values.view(torch.int64), lifts, blocks,
+        ids, order, starts, pairs, experts, h.view(torch.int64), values.view(torch.int64), sums, blocks,
         B=looked_at(pairs), num_warps=4, **pdl_arguments(h.device),
     )  # fmt: skip
-    return values, lifts, order, starts
+    return values, sums, order, starts
 
 
 # ---- products ------------------------------------------------------------------------------------------------------
@@ -137,42 +163,91 @@ def _load_tiles(
 
 
 @triton.jit
-def _group_products(acc, acc2, tile, tile2, x, lift, lift2, group, TYPE: tl.constexpr, TILES: tl.constexpr):
-    """acc, and acc2 where there are two tiles, += a group of them times x. lift, lift2: those of the pairs 2 · t and
-    2 · t + 1."""
-    x += group * 256
+def _block_products(acc, tile, factor, factor2, b, i: tl.constexpr, TYPE: tl.constexpr):
+    """As `stream_k.block_products`; of types with minima, what is left to `_offsets` is not in it."""
+    if has_minimum(TYPE):
+        first, second = tile
+        c0, c1, c2, c3 = acc
+        word: tl.constexpr = 4 + i // 2
+        byte: tl.constexpr = 2 * (i % 2)
+        p0, p1, p2, p3 = expanded_pairs(first[i], first[7], i, TYPE)
+        q0, q1, q2, q3 = expanded_pairs(second[i], second[7], i, TYPE)
+        a, _ = scales_at(first[word], byte, factor[0], factor[1], TYPE)
+        a2, _ = scales_at(second[word], byte, factor2[0], factor2[1], TYPE)
+        nought = tl.zeros(c0.shape, tl.float32)
+        y0, y1, y2, y3 = mma(p0, q0, p1, q1, b[0], b[1], nought, nought, nought, nought)
+        y0, y1, y2, y3 = mma(p2, q2, p3, q3, b[2], b[3], y0, y1, y2, y3)
+        return c0 + a * y0, c1 + a * y1, c2 + a2 * y2, c3 + a2 * y3
+    else:
+        return block_products(acc, tile, factor, factor2, b, (b[0], b[1]), i, TYPE)
+
+
+@triton.jit
+def _group_products(acc, acc2, tile, tile2, x, TYPE: tl.constexpr, TILES: tl.constexpr):
+    """acc, and acc2 where there are two tiles, += a group of them times x, without offsets."""
     f, f2 = factors(tile[0][6], TYPE), factors(tile[1][6], TYPE)
     f3, f4 = factors(tile2[0][6], TYPE), factors(tile2[1][6], TYPE)
-    if has_minimum(TYPE):
-        z, z2 = load_quad(lift + group * 16), load_quad(lift2 + group * 16)
     for i in tl.static_range(4):
         b = load_piece(x + 64 * i)
-        sums = (z[i], z2[i]) if has_minimum(TYPE) else (b[0], b[1])  # else of no use
-        acc = block_products(acc, tile, f, f2, b, sums, i, TYPE)
+        acc = _block_products(acc, tile, f, f2, b, i, TYPE)
         if TILES == 2:
-            acc2 = block_products(acc2, tile2, f3, f4, b, sums, i, TYPE)
+            acc2 = _block_products(acc2, tile2, f3, f4, b, i, TYPE)
     return acc, acc2
 
 
 @triton.jit
-def _products(
-    x, lift, lift2, first, second,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, TILES: tl.constexpr, APART: tl.constexpr,
-):  # fmt: skip
-    """One or two tiles of outputs, APART rows apart, times x (addresses [N_TILES, threads] of group 0) over all
+def _offsets(word, super, TYPE: tl.constexpr):
+    """What is taken off for the blocks 2 · t and 2 · t + 1 of a turn, whose scales are in the word, by way of
+    −128 · Σ x: in two parts."""
+    d, m = factors(super, TYPE)
+    a, n = scales_at(word, 0, d, m, TYPE)
+    a2, n2 = scales_at(word, 2, d, m, TYPE)
+    return in_two_parts(a + n, a2 + n2)
+
+
+@triton.jit
+def _turn_offsets(acc, words, tile, z, TYPE: tl.constexpr):
+    """acc += the offsets of a turn, two groups, times the sums z of x. words: of both rows, as `_offsets` has them."""
+    upper, upper_rest = _offsets(words[0], tile[0][6], TYPE)
+    lower, lower_rest = _offsets(words[1], tile[1][6], TYPE)
+    c0, c1, c2, c3 = acc
+    c0, c1, c2, c3 = mma(upper, lower, upper_rest, lower_rest, z[0], z[0], c0, c1, c2, c3)
+    return mma(upper, lower, upper_rest, lower_rest, z[1], z[1], c0, c1, c2, c3)
+
+
+@triton.jit
+def _words_of(tile, tile2, t):
+    """The scales of two groups are four words: word t of both rows."""
+    upper = tl.where(t < 2, tl.where(t < 1, tile[0][4], tile[0][5]), tl.where(t < 3, tile2[0][4], tile2[0][5]))
+    lower = tl.where(t < 2, tl.where(t < 1, tile[1][4], tile[1][5]), tl.where(t < 3, tile2[1][4], tile2[1][5]))
+    return upper, lower
+
+
+@triton.jit
+def _products(x, row, rows, COLUMNS: tl.constexpr, TYPE: tl.constexpr, TILES: tl.constexpr, APART: tl.constexpr):
+    """One or two tiles of outputs, APART rows apart, times the rows `row` (int64 [N_TILES, threads]) of x over all
     columns: twice four [N_TILES, threads]. The next group is on its way while this one is multiplied."""
-    t = threads(x.shape[1] // 32)[1]
-    nought = tl.zeros(x.shape, tl.float32)
+    t = threads(row.shape[1] // 32)[1]
+    values = (x[0] + row * COLUMNS + 8 * t).to(tl.int64)
+    sums = (x[1] + row * (COLUMNS // 16) + 4 * t).to(tl.int64)
+    first, second = rows
+    nought = tl.zeros(row.shape, tl.float32)
     acc = (nought, nought, nought, nought)
     acc2 = acc
     tile, tile2 = _load_tiles(first, second, 0, 0, COLUMNS, TYPE, TILES, APART)
     other, other2 = _load_tiles(first, second, 0, 1, COLUMNS, TYPE, TILES, APART)
     hold(t)
     for group in range(0, COLUMNS // 128, 2):  # columns come in blocks of 256
-        acc, acc2 = _group_products(acc, acc2, tile, tile2, x, lift, lift2, group, TYPE, TILES)
+        acc, acc2 = _group_products(acc, acc2, tile, tile2, values + group * 256, TYPE, TILES)
+        words, words2 = _words_of(tile, other, t), _words_of(tile2, other2, t)
         tile, tile2 = _load_tiles(first, second, group, 2, COLUMNS, TYPE, TILES, APART)
         hold(t)
-        acc, acc2 = _group_products(acc, acc2, other, other2, x, lift, lift2, group + 1, TYPE, TILES)
+        acc, acc2 = _group_products(acc, acc2, other, other2, values + group * 256 + 256, TYPE, TILES)
+        if has_minimum(TYPE):
+            z = load_two(sums + group * 16)
+            acc = _turn_offsets(acc, words, other, z, TYPE)
+            if TILES == 2:
+                acc2 = _turn_offsets(acc2, words2, other2, z, TYPE)
         other, other2 = _load_tiles(first, second, group, 3, COLUMNS, TYPE, TILES, APART)
         hold(t)
         first = moved_on(first, 2)
@@ -208,12 +283,9 @@ def _up_piece(
     g, t, warp = threads(WARPS)
     eight = m_first + 8 * tl.arange(0, N_TILES)[:, None]
     m = eight + 2 * t
-    inner, inner_lifts = to
-    values, lifts = x
-    piece = (values + _row_of(order, eight + g, end, pairs, USED) * COLUMNS + 8 * t).to(tl.int64)
-    lift = (lifts + _row_of(order, m, end, pairs, USED) * (COLUMNS // 32)).to(tl.int64)
-    lift2 = (lifts + _row_of(order, m + 1, end, pairs, USED) * (COLUMNS // 32)).to(tl.int64)
-    acc, acc2 = _products(piece, lift, lift2, tile[0], tile[1], COLUMNS, TYPE, TILES, 8)
+    inner, inner_sums = to
+    row = _row_of(order, eight + g, end, pairs, USED)
+    acc, acc2 = _products(x, row, tile, COLUMNS, TYPE, TILES, 8)
     n = at + 8 * TILES * warp + g
     total, total2 = _store_gated(inner, acc, m, end, n, width)
     if TILES == 2:
@@ -221,8 +293,8 @@ def _up_piece(
         total += more
         total2 += more2
     if SUMMED:
-        _store_lifts(inner_lifts, total, m_first, end, at, width, 0, TILES, WARPS)
-        _store_lifts(inner_lifts, total2, m_first, end, at, width, 1, TILES, WARPS)
+        _sums_of_piece(inner_sums, total, m_first, end, at, width, 0, TILES, WARPS)
+        _sums_of_piece(inner_sums, total2, m_first, end, at, width, 1, TILES, WARPS)
 
 
 @triton.jit
@@ -236,14 +308,14 @@ def _store_gated(inner, acc, m, end, n, width):
 
 
 @triton.jit
-def _store_lifts(lifts, y, m_first, end, at, width, which: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr):
+def _sums_of_piece(sums, y, m_first, end, at, width, which: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr):
     """Of the blocks that a program gives, whose outputs lie along g and 4 / TILES warps: y [N_TILES, threads]."""
     BLOCKS: tl.constexpr = TILES * WARPS // 4
     total = tl.sum(tl.reshape(y, (y.shape[0], BLOCKS, 32 // TILES, 4)), 2)
     eight, t = tl.arange(0, y.shape[0])[:, None, None], tl.arange(0, 4)[None, None, :]
     m = m_first + 8 * eight + 2 * t + which
     block = at // 32 + tl.arange(0, BLOCKS)[None, :, None]
-    tl.store(lifts + m.to(tl.int64) * (width // 32) + block, total * -128.0, m < end)
+    store_sums(sums, total, m.to(tl.int64) * (width // 32) + block, m < end)
 
 
 @triton.jit
@@ -262,13 +334,13 @@ def _row_of(order, m, end, pairs, USED: tl.constexpr):
 @shared_memory_carveout
 @triton.jit(do_not_specialize=["rows", "pairs", "shared"])
 def _up_along_kernel(
-    values, lifts, order, starts, inner, inner_lifts, rows, pairs, shared, width,
+    values, sums, order, starts, inner, inner_sums, rows, pairs, shared, width,
     codes, high_bits, scales, super_scales, up_codes, up_high_bits, up_scales, up_super_scales,
     s_codes, s_high_bits, s_scales, s_super_scales, s_up_codes, s_up_high_bits, s_up_scales, s_up_super_scales,
     USED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, SUMMED: tl.constexpr,
     N_TILES: tl.constexpr, TILES: tl.constexpr, SPREAD: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate x) · (up x) of pairs of one expert for 8 · TILES · WARPS outputs. SUMMED: the lifts
+    """silu(gate x) · (up x) of pairs of one expert for 8 · TILES · WARPS outputs. SUMMED: the sums
     of `inner` too, as down wants them."""
     if PDL:
         gdc_launch_dependents()
@@ -282,13 +354,15 @@ def _up_along_kernel(
         up_codes, up_high_bits, up_scales, up_super_scales = s_up_codes, s_up_high_bits, s_up_scales, s_up_super_scales
     first = planes_at(codes, high_bits, scales, super_scales, row, 0, t, COLUMNS)
     second = planes_at(up_codes, up_high_bits, up_scales, up_super_scales, row, 0, t, COLUMNS)
-    x, to, tile = (values, lifts), (inner, inner_lifts), (first, second)
+    x, to, tile = (values, sums), (inner, inner_sums), (first, second)
     for m_first in range(begin, end, apart):
         left = end - m_first
         if N_TILES > 1 and left <= 8:
             _up_piece(x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 1, TILES, SUMMED, WARPS)
         elif N_TILES > 2 and left <= 16:
             _up_piece(x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 2, TILES, SUMMED, WARPS)
+        elif N_TILES > 4 and left <= 32:
+            _up_piece(x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 4, TILES, SUMMED, WARPS)
         else:
             _up_piece(
                 x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, N_TILES, TILES, SUMMED, WARPS
@@ -304,13 +378,8 @@ def _down_piece(
     """weight · (down inner) of up to 8 · N_TILES pairs from m_first on, for the outputs from `at` on."""
     g, t, warp = threads(WARPS)
     eight = m_first + 8 * tl.arange(0, N_TILES)[:, None]
-    values, lifts = x
-    piece = (values + tl.minimum(eight + g, end - 1).to(tl.int64) * COLUMNS + 8 * t).to(tl.int64)
-    lift = (lifts + tl.minimum(eight + 2 * t, end - 1).to(tl.int64) * (COLUMNS // 32)).to(tl.int64)
-    lift2 = (lifts + tl.minimum(eight + 2 * t + 1, end - 1).to(tl.int64) * (COLUMNS // 32)).to(tl.int64)
-    acc, acc2 = _products(
-        piece.to(tl.int64), lift.to(tl.int64), lift2.to(tl.int64), tile[0], tile[1], COLUMNS, TYPE, TILES, 16
-    )
+    row = tl.minimum(eight + g, end - 1).to(tl.int64)
+    acc, acc2 = _products(x, row, tile, COLUMNS, TYPE, TILES, 16)
     n = at + 16 * TILES * warp + g
     _store_shares(shares, order, weights, acc, acc2, eight + 2 * t, end, pairs, n, width, 0, TILES)
     _store_shares(shares, order, weights, acc, acc2, eight + 2 * t, end, pairs, n, width, 1, TILES)
@@ -337,7 +406,7 @@ def _store_shares(
 @shared_memory_carveout
 @triton.jit(do_not_specialize=["rows", "pairs", "shared"])
 def _down_along_kernel(
-    inner, lifts, order, starts, weights, shares, rows, pairs, shared, width,
+    inner, sums, order, starts, weights, shares, rows, pairs, shared, width,
     codes, high_bits, scales, super_scales, s_codes, s_high_bits, s_scales, s_super_scales,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr,
     N_TILES: tl.constexpr, TILES: tl.constexpr, SPREAD: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
@@ -355,13 +424,15 @@ def _down_along_kernel(
         codes, high_bits, scales, super_scales = s_codes, s_high_bits, s_scales, s_super_scales
     first = planes_at(codes, high_bits, scales, super_scales, row, 0, t, COLUMNS)
     second = _rows_on(first, 8, COLUMNS)
-    x, tile = (inner, lifts), (first, second)
+    x, tile = (inner, sums), (first, second)
     for m_first in range(begin, end, apart):
         left = end - m_first
         if N_TILES > 1 and left <= 8:
             _down_piece(x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 1, TILES, WARPS)
         elif N_TILES > 2 and left <= 16:
             _down_piece(x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 2, TILES, WARPS)
+        elif N_TILES > 4 and left <= 32:
+            _down_piece(x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 4, TILES, WARPS)
         else:
             _down_piece(
                 x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, N_TILES, TILES, WARPS
@@ -380,23 +451,20 @@ def grouped_shares(
     extra = rows if shared is not None else 0
     s_gate, s_up, s_down = shared or (gate, up, down)
     pieces = triton.cdiv(extra, 8 * config.n_tiles)
-    values, lifts, order, starts = prepare(h, ids, experts)
+    values, sums, order, starts = prepare(h, ids, experts)
     inner = torch.empty(pairs + extra, width, dtype=h.dtype, device=h.device)
-    inner_lifts = torch.empty(pairs + extra, width // BLOCK, dtype=torch.float32, device=h.device)
+    inner_sums = torch.empty(pairs + extra, width // BLOCK, 2, dtype=h.dtype, device=h.device)
     shares = torch.empty(pairs + extra, hidden, dtype=torch.float32, device=h.device)
-    programs = experts * config.spread + pieces
-    common = {
-        "N_TILES": config.n_tiles, "TILES": config.tiles, "SPREAD": config.spread, "WARPS": config.warps,
-        "num_warps": config.warps, "num_stages": 1, **pdl_arguments(h.device),
-    }  # fmt: skip
-    _up_along_kernel[(width // (8 * config.tiles * config.warps), programs)](
-        values, lifts, order, starts, inner, inner_lifts, rows, pairs, pieces, width,
+    programs, early = experts * config.spread + pieces, pdl_arguments(h.device)
+    tiles, common = config.of(gate.type)
+    _up_along_kernel[(width // (8 * tiles * config.warps), programs)](
+        values, sums, order, starts, inner, inner_sums, rows, pairs, pieces, width,
         *planes(gate), *planes(up), *planes(s_gate), *planes(s_up),
-        USED=ids.shape[1], COLUMNS=hidden, TYPE=gate.type, SUMMED=has_minimum(down.type),
-        maxnreg=config.up_registers, **common,
+        USED=ids.shape[1], COLUMNS=hidden, TYPE=gate.type, SUMMED=has_minimum(down.type), **common, **early,
     )  # fmt: skip
-    _down_along_kernel[(hidden // (16 * config.tiles * config.warps), programs)](
-        inner, inner_lifts, order, starts, weights, shares, rows, pairs, pieces, hidden, *planes(down), *planes(s_down),
-        COLUMNS=width, TYPE=down.type, maxnreg=config.down_registers, **common,
+    tiles, common = config.of(down.type)
+    _down_along_kernel[(hidden // (16 * tiles * config.warps), programs)](
+        inner, inner_sums, order, starts, weights, shares, rows, pairs, pieces, hidden, *planes(down), *planes(s_down),
+        COLUMNS=width, TYPE=down.type, **common, **early,
     )  # fmt: skip
     return shares
