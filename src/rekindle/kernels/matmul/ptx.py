@@ -104,7 +104,7 @@ def load_one(p):
 @triton.jit
 def store_word(p, bits, live):
     """4 bytes at p, where live; the result is of no use. A plain store of several elements per thread could bring its
-    own order of threads, and so touch eight times the sectors."""
+    own order of threads, and so touch two to four times the sectors."""
     return tl.inline_asm_elementwise(
         """
         {
