@@ -51,17 +51,20 @@ OUT = Path(os.environ.get("OUT", "/tmp"))
 
 Run = Callable[["Layer", Tensor, Tensor, Tensor, SharedExpert | None], Tensor]
 
-# Warps, tiles, n-tiles, spread, registers for codes of 4 bits and for longer ones; and the rows that try them.
+# Warps, tiles, n-tiles, spread, registers for codes of 4 bits and for longer ones, turns early; the rows that try them.
 CONFIGS: dict[AlongConfig, tuple[int, int]] = {
     AlongConfig(4, 2, 1, 2, 128, 128): (33, 256),
+    AlongConfig(4, 2, 1, 2, 128, 128, 3): (33, 256),
     AlongConfig(4, 1, 1, 2, 96, 128): (33, 128),
     AlongConfig(4, 2, 2, 2, 168, 128): (64, 768),
+    AlongConfig(4, 2, 2, 2, 168, 128, 3): (128, 768),
     AlongConfig(4, 1, 2, 2, 128, 128): (64, 768),
     AlongConfig(8, 1, 2, 4, 128, 128): (200, 768),
     AlongConfig(4, 1, 4, 2, 168, 168): (256, 2048),
+    AlongConfig(4, 1, 4, 2, 168, 168, 4): (256, 2048),
     AlongConfig(4, 1, 4, 4, 128, 128): (384, 2048),
-    AlongConfig(4, 2, 4, 2, 255, 168): (512, 2048),
-    AlongConfig(4, 1, 8, 2, 255, 255): (768, 2048),
+    AlongConfig(4, 2, 4, 2, 255, 168, 4): (512, 2048),
+    AlongConfig(4, 1, 8, 2, 255, 255, 4): (768, 2048),
 }
 
 

@@ -30,7 +30,7 @@ from rekindle.kernels.device import pdl_arguments, shared_memory_carveout
 from rekindle.kernels.matmul.fragments import load_piece
 from rekindle.kernels.matmul.mma import expanded_pairs, factors, scales_at
 from rekindle.kernels.matmul.packing import BLOCK
-from rekindle.kernels.matmul.ptx import in_two_parts, load_one, load_two, mma, store_half, store_word, threads
+from rekindle.kernels.matmul.ptx import ask_for, in_two_parts, load_one, load_two, mma, store_half, store_word, threads
 from rekindle.kernels.matmul.stream_k import block_products, hold, load_step, moved_on, planes_at
 from rekindle.kernels.matmul.tiles import bits_of, has_minimum
 from rekindle.kernels.matmul.types import Packed
@@ -39,14 +39,15 @@ from rekindle.kernels.moe.tensor_core import planes
 
 Three = tuple[Packed, Packed, Packed]
 
-FEW_PAIRS, SOME_PAIRS = 4.5, 12.0  # of an expert: up to these one n-tile at once is enough for most, or two
+FEW_PAIRS, SOME_PAIRS = 4.5, 20.0  # of an expert: up to these one n-tile at once is enough for most, or two
 LAID = tl.constexpr(64)  # blocks of x that a program lays out
 
 
 class AlongConfig(NamedTuple):
     """Warps of a program; tiles of 16 outputs of a warp, 1 or 2, for codes of 4 bits (longer ones have 1); n-tiles (of
     eight pairs) that it multiplies at once, at most; programs that share the pairs of an expert; registers that a
-    thread may take for codes of 4 bits, and for longer ones."""
+    thread may take for codes of 4 bits, and for longer ones; turns of 256 columns by which codes come to the L2 early
+    (0: not), for few warps have little on its way."""
 
     warps: int
     tiles: int
@@ -54,6 +55,7 @@ class AlongConfig(NamedTuple):
     spread: int
     registers: int
     long_registers: int
+    early: int = 0
 
     def of(self, type: str) -> tuple[int, dict[str, int]]:
         """Tiles of a warp, and the arguments of a launch."""
@@ -61,7 +63,7 @@ class AlongConfig(NamedTuple):
         tiles, registers = (self.tiles, self.registers) if short else (1, self.long_registers)
         return tiles, {
             "N_TILES": self.n_tiles, "TILES": tiles, "SPREAD": self.spread, "WARPS": self.warps,
-            "num_warps": self.warps, "num_stages": 1, "maxnreg": registers,
+            "EARLY": self.early, "num_warps": self.warps, "num_stages": 1, "maxnreg": registers,
         }  # fmt: skip
 
 
@@ -71,7 +73,7 @@ def along_config(pairs_per_expert: float) -> AlongConfig:
         return AlongConfig(4, 2, 1, 2, 128, 128)
     if pairs_per_expert <= SOME_PAIRS:
         return AlongConfig(4, 2, 2, 2, 168, 128)
-    return AlongConfig(4, 1, 4, 2, 168, 168)
+    return AlongConfig(4, 1, 4, 2, 168, 168, 4)
 
 
 # ---- x in the order of registers -----------------------------------------------------------------------------------
@@ -224,7 +226,17 @@ def _words_of(tile, tile2, t):
 
 
 @triton.jit
-def _products(x, row, rows, COLUMNS: tl.constexpr, TYPE: tl.constexpr, TILES: tl.constexpr, APART: tl.constexpr):
+def _lines(first, second, t, COLUMNS: tl.constexpr, TILES: tl.constexpr, APART: tl.constexpr):
+    """A row's codes of a turn are a line of 128 bytes: threads t < 2 · TILES have one of the rows each."""
+    mine = tl.where(t % 2 == 0, first[0], second[0])
+    return tl.where(t < 2, mine, _rows_on((mine, mine, mine, mine), APART, COLUMNS)[0]), t < 2 * TILES
+
+
+@triton.jit
+def _products(
+    x, row, rows,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, TILES: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One or two tiles of outputs, APART rows apart, times the rows `row` (int64 [N_TILES, threads]) of x over all
     columns: twice four [N_TILES, threads]. The next group is on its way while this one is multiplied."""
     t = threads(row.shape[1] // 32)[1]
@@ -236,8 +248,13 @@ def _products(x, row, rows, COLUMNS: tl.constexpr, TYPE: tl.constexpr, TILES: tl
     acc2 = acc
     tile, tile2 = _load_tiles(first, second, 0, 0, COLUMNS, TYPE, TILES, APART)
     other, other2 = _load_tiles(first, second, 0, 1, COLUMNS, TYPE, TILES, APART)
+    line, live = _lines(first, second, t, COLUMNS, TILES, APART)
+    for turn in tl.static_range(1, EARLY):
+        ask_for(line + 32 * turn, (live & (turn < COLUMNS // 256)).to(tl.int32))
     hold(t)
     for group in range(0, COLUMNS // 128, 2):  # columns come in blocks of 256
+        if EARLY > 0:
+            ask_for(line + 16 * group + 32 * EARLY, (live & (group + 2 * EARLY < COLUMNS // 128)).to(tl.int32))
         acc, acc2 = _group_products(acc, acc2, tile, tile2, values + group * 256, TYPE, TILES)
         words, words2 = _words_of(tile, other, t), _words_of(tile2, other2, t)
         tile, tile2 = _load_tiles(first, second, group, 2, COLUMNS, TYPE, TILES, APART)
@@ -277,7 +294,7 @@ def _share_of(starts, shared, rows, pairs, SPREAD: tl.constexpr, PIECE: tl.const
 def _up_piece(
     x, order, to, m_first, end, pairs, at, width, tile,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, USED: tl.constexpr, N_TILES: tl.constexpr, TILES: tl.constexpr,
-    SUMMED: tl.constexpr, WARPS: tl.constexpr,
+    SUMMED: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """inner of up to 8 · N_TILES pairs from m_first on, for the outputs from `at` on."""
     g, t, warp = threads(WARPS)
@@ -285,7 +302,7 @@ def _up_piece(
     m = eight + 2 * t
     inner, inner_sums = to
     row = _row_of(order, eight + g, end, pairs, USED)
-    acc, acc2 = _products(x, row, tile, COLUMNS, TYPE, TILES, 8)
+    acc, acc2 = _products(x, row, tile, COLUMNS, TYPE, TILES, 8, EARLY)
     n = at + 8 * TILES * warp + g
     total, total2 = _store_gated(inner, acc, m, end, n, width)
     if TILES == 2:
@@ -338,7 +355,8 @@ def _up_along_kernel(
     codes, high_bits, scales, super_scales, up_codes, up_high_bits, up_scales, up_super_scales,
     s_codes, s_high_bits, s_scales, s_super_scales, s_up_codes, s_up_high_bits, s_up_scales, s_up_super_scales,
     USED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, SUMMED: tl.constexpr,
-    N_TILES: tl.constexpr, TILES: tl.constexpr, SPREAD: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    N_TILES: tl.constexpr, TILES: tl.constexpr, SPREAD: tl.constexpr, EARLY: tl.constexpr,
+    WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """silu(gate x) · (up x) of pairs of one expert for 8 · TILES · WARPS outputs. SUMMED: the sums
     of `inner` too, as down wants them."""
@@ -358,14 +376,36 @@ def _up_along_kernel(
     for m_first in range(begin, end, apart):
         left = end - m_first
         if N_TILES > 1 and left <= 8:
-            _up_piece(x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 1, TILES, SUMMED, WARPS)
+            _up_piece(
+                x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 1, TILES, SUMMED, EARLY, WARPS
+            )
         elif N_TILES > 2 and left <= 16:
-            _up_piece(x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 2, TILES, SUMMED, WARPS)
+            _up_piece(
+                x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 2, TILES, SUMMED, EARLY, WARPS
+            )
         elif N_TILES > 4 and left <= 32:
-            _up_piece(x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 4, TILES, SUMMED, WARPS)
+            _up_piece(
+                x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 4, TILES, SUMMED, EARLY, WARPS
+            )
         else:
             _up_piece(
-                x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, N_TILES, TILES, SUMMED, WARPS
+                x,
+                order,
+                to,
+                m_first,
+                end,
+                pairs,
+                at,
+                width,
+                tile,
+                COLUMNS,
+                TYPE,
+                USED,
+                N_TILES,
+                TILES,
+                SUMMED,
+                EARLY,
+                WARPS,
             )
 
 
@@ -373,13 +413,13 @@ def _up_along_kernel(
 def _down_piece(
     x, order, weights, shares, m_first, end, pairs, at, width, tile,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, TILES: tl.constexpr,
-    WARPS: tl.constexpr,
+    EARLY: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """weight · (down inner) of up to 8 · N_TILES pairs from m_first on, for the outputs from `at` on."""
     g, t, warp = threads(WARPS)
     eight = m_first + 8 * tl.arange(0, N_TILES)[:, None]
     row = tl.minimum(eight + g, end - 1).to(tl.int64)
-    acc, acc2 = _products(x, row, tile, COLUMNS, TYPE, TILES, 16)
+    acc, acc2 = _products(x, row, tile, COLUMNS, TYPE, TILES, 16, EARLY)
     n = at + 16 * TILES * warp + g
     _store_shares(shares, order, weights, acc, acc2, eight + 2 * t, end, pairs, n, width, 0, TILES)
     _store_shares(shares, order, weights, acc, acc2, eight + 2 * t, end, pairs, n, width, 1, TILES)
@@ -409,7 +449,8 @@ def _down_along_kernel(
     inner, sums, order, starts, weights, shares, rows, pairs, shared, width,
     codes, high_bits, scales, super_scales, s_codes, s_high_bits, s_scales, s_super_scales,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr,
-    N_TILES: tl.constexpr, TILES: tl.constexpr, SPREAD: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    N_TILES: tl.constexpr, TILES: tl.constexpr, SPREAD: tl.constexpr, EARLY: tl.constexpr,
+    WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """shares: weight · (down inner) by pair, and behind the pairs what the shared expert gives, by row; 16 ·
     TILES · WARPS outputs of pairs of one expert."""
@@ -428,14 +469,35 @@ def _down_along_kernel(
     for m_first in range(begin, end, apart):
         left = end - m_first
         if N_TILES > 1 and left <= 8:
-            _down_piece(x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 1, TILES, WARPS)
+            _down_piece(
+                x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 1, TILES, EARLY, WARPS
+            )
         elif N_TILES > 2 and left <= 16:
-            _down_piece(x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 2, TILES, WARPS)
+            _down_piece(
+                x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 2, TILES, EARLY, WARPS
+            )
         elif N_TILES > 4 and left <= 32:
-            _down_piece(x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 4, TILES, WARPS)
+            _down_piece(
+                x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 4, TILES, EARLY, WARPS
+            )
         else:
             _down_piece(
-                x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, N_TILES, TILES, WARPS
+                x,
+                order,
+                weights,
+                shares,
+                m_first,
+                end,
+                pairs,
+                at,
+                width,
+                tile,
+                COLUMNS,
+                TYPE,
+                N_TILES,
+                TILES,
+                EARLY,
+                WARPS,
             )
 
 
