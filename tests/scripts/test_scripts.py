@@ -198,7 +198,14 @@ def test_rekindle_is_measured_alone_where_there_is_no_peer(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "name",
-    ["gpu/bench_experts.py", "gpu/bench_model.py", "gpu/bench_serve.py", "gpu/bench_split.py", "gpu/bench_start.py"],
+    [
+        "gpu/bench_experts.py",
+        "gpu/bench_model.py",
+        "gpu/bench_moe.py",
+        "gpu/bench_serve.py",
+        "gpu/bench_split.py",
+        "gpu/bench_start.py",
+    ],
 )
 def test_benches_that_need_a_gpu_know_their_arguments(name: str) -> None:
     """All that can be tried without a GPU: what they import is there."""
