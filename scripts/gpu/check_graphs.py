@@ -1,11 +1,11 @@
 """Recorded steps against the same steps unrecorded: PYTHONPATH=src python3 scripts/gpu/check_graphs.py
 
-A tiny random model. Chunks of many lengths, behind one another and behind a restore; decode alone and beside others,
-sparse decode over page edges, blocks to verify with every way back; bf16 and q8 KV. Blocks of several sequences, whose
-recorded steps have other numbers of rows, are computed in float32, so that a fault does not pass for rounding. On a GPU
-also steps that wait for pages under way, handed over far ahead of the device. The last line says how many of the checks
-failed; exit code 1 if any did. With --device cpu the steps are run again instead of replayed, which tries this script
-itself.
+A tiny random model. Chunks of many lengths, behind one another, behind a restore and of several prompts at once; decode
+alone and beside others, sparse decode over page edges, blocks to verify with every way back; bf16 and q8 KV. Blocks of
+several sequences, whose recorded steps have other numbers of rows, are computed in float32, so that a fault does not
+pass for rounding. On a GPU also steps that wait for pages under way, handed over far ahead of the device. The last line
+says how many of the checks failed; exit code 1 if any did. With --device cpu the steps are run again instead of
+replayed, which tries this script itself.
 """
 
 from __future__ import annotations
@@ -109,6 +109,20 @@ def chunks(pair: Pair) -> None:
         if straight is None or again is None or not torch.equal(straight, again):
             pair.worst = float("inf")
         pair.recorded.close(3)
+
+
+def shared(pair: Pair) -> None:
+    """Chunks of two to four prompts in one step, behind one another."""
+    at = [0, 0, 0, 0]
+    for lengths in ((64, 512), (100, 3, 200), (512, 512, 512, 512), (1, 77, 9, 30)):
+        pair.run(*(Segment(slot, at[slot], _text(at[slot], n), Wanted.LAST) for slot, n in enumerate(lengths)))
+        for slot, count in enumerate(lengths):
+            at[slot] += count
+    pair.decode(*enumerate(at))
+
+
+def _text(at: int, count: int) -> tuple[int, ...]:
+    return tuple(TOKENS[at : at + count])
 
 
 def whole(pair: Pair) -> None:
@@ -218,6 +232,7 @@ def main() -> None:
             (beside, known),
             (whole, known),
             (chunks, known),
+            (shared, known),
             (blocks, {}),
             (edges, sparse),
         ):

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rekindle.api import ApiKeys
-from rekindle.cli import app
+from rekindle.cli.commands import app
 from rekindle.errors import BadConfig
 
 NOTES = """#!{python}

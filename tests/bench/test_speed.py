@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from rekindle.bench.speed import decode_speed
 from rekindle.bench.synth import write_synthetic
 from rekindle.bench.traffic import bytes_per_token, chosen_share, weight_bytes
-from rekindle.cli import app
+from rekindle.cli.commands import app
 from rekindle.weights import open_weights
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rekindle.bench import synth
 from rekindle.bench.synth import SHAPES, byte_alphabet, shape_totals, write_synthetic
-from rekindle.cli import app
+from rekindle.cli.commands import app
 from rekindle.config import show_bytes
 from rekindle.errors import BadConfig
 from rekindle.weights import open_weights

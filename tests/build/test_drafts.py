@@ -95,6 +95,7 @@ def test_the_plan_counts_the_drafter_where_it_will_live(golden: Path, drafter: P
     far = plan(golden, "dflash", device="cpu@lab", drafter=drafter)
     in_ram = sum(item.bytes for item in far.host_items if item.name == "drafter")
     assert far.stage(0).bytes_of("drafter") == 0 and in_ram > beside
+    assert far.stage(0).bytes_of("features") > 0 == here.stage(0).bytes_of("features"), "tapped layers send theirs"
     less = plan(golden, "dflash", drafter=drafter, grid=256).stage(0).bytes_of("drafter")
     values = open_drafter(drafter).spec.features
     assert beside - less == FEATURE_COPIES * 256 * values * here.wishes.compute_bytes, (

@@ -12,6 +12,7 @@ import torch
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.synth import write_synthetic
 from rekindle.build import build_engine
+from rekindle.build.planning import plan_numbers
 from rekindle.build.stage import StageConfig, load_stage, stage_configs
 from rekindle.config import Config
 from rekindle.errors import BadConfig
@@ -92,6 +93,22 @@ def test_memory_is_traded_where_that_was_asked_for() -> None:
     assert "gets the slots of up to" in show_plan(traded)
     assert not fixed.stages[0].lendable
     assert "gets the slots" not in show_plan(fixed)
+
+
+def default_plan(ram: int, **given: Any) -> Plan:
+    spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
+    machine = Machine((Device("cuda:0", "cuda", int(22.1 * (1 << 30))),), ram)
+    return plan_numbers(Config(context=131_072, sequences=4, **given), spec, sizes, machine)
+
+
+def test_memory_is_traded_by_default_where_ram_has_room_for_what_is_lent() -> None:
+    """Where it has none, a pool of 8,192 tokens that cannot grow would be read over PCIe: it is a large one then."""
+    roomy, short = default_plan(1 << 37), default_plan(10 << 30)
+    assert roomy.stages[0].lendable and roomy.stages[0].pool_tokens == 8192
+    assert not short.stages[0].lendable and short.stages[0].pool_tokens == 65_536
+    assert default_plan(10 << 30, live_memory=True).stages[0].pool_tokens == 8192, "asked for, it is obeyed"
+    for given in ({"live_memory": False}, {"pool": 65_536}, {"kv_mode": "sparse"}):
+        assert not default_plan(1 << 37, **given).stages[0].lendable
 
 
 @pytest.mark.parametrize("other", [{"pool": 65_536}, {"kv_mode": "sparse"}])

@@ -15,7 +15,7 @@ from rekindle.batch import Batch, Segment
 from rekindle.bench.synth import write_synthetic
 from rekindle.build.shards import Shards
 from rekindle.build.stage import StageConfig
-from rekindle.cli import app
+from rekindle.cli.commands import app
 from rekindle.config import Config, parse_shards
 from rekindle.errors import BadConfig, LinkRefused
 from rekindle.shards import ShardProcess, keygen, start_shard

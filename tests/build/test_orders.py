@@ -15,7 +15,7 @@ from rekindle.bench.synth import write_synthetic
 from rekindle.build.shards import arguments
 from rekindle.build.sizes import loaded_sizes
 from rekindle.build.stage import StageConfig, load_stage, stage_configs
-from rekindle.cli import app
+from rekindle.cli.commands import app
 from rekindle.kernels.matmul.scratch import Scratch, _current
 from rekindle.layers.span import ModelSpan
 from rekindle.placement import Device, Machine, Wishes, make_plan, sizes_from_tensors

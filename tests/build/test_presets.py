@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rekindle.build import Preset, TextOptions, make_sources, read_presets
-from rekindle.cli import app
+from rekindle.cli.commands import app
 from rekindle.config import Config
 from rekindle.errors import BadConfig, BadModelFile
 

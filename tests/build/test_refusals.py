@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rekindle.build import build_engine, make_machine, open_model
-from rekindle.cli import app
+from rekindle.cli.commands import app
 from rekindle.cli.generate import split_arguments
 from rekindle.cli.server import listen
 from rekindle.config import Config, parse_shards
@@ -79,7 +79,7 @@ def test_a_plan_says_which_sizes_are_shares_of_what_is_free(golden: Path) -> Non
     said = "serve without --vram takes 92 % of what is free: about 22.1 GiB of an empty 24.0 GiB card"
     given, measured = plan_of(golden, "--vram", "24GiB", "--ram", "8GiB").output, plan_of(golden).output
     assert said in given
-    assert "RAM 8.00 GiB\n" in given
+    assert "RAM 8.00 GiB (all that --ram says)\n" in given
     assert "GiB (75 % of what is free)\n" in measured
     assert "serve without --vram" not in measured
 

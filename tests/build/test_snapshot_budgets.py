@@ -21,7 +21,7 @@ from rekindle.config import Config, snapshot_folder
 from rekindle.engine.account import Account
 from rekindle.engine.types import CacheReport, Event, Failed, Finished, Request, Sampling
 from rekindle.errors import BadConfig
-from rekindle.placement import Machine, Plan, Wishes, known_shapes, make_plan
+from rekindle.placement import Machine, Plan, Wishes, known_shapes, make_plan, show_plan
 from rekindle.prompt import Prompt
 from rekindle.spec import snapshot_bytes
 
@@ -44,6 +44,28 @@ def test_ram_for_snapshots_holds_two_conversations_at_the_context_limit(model: s
     assert plan.snapshot_ram >= 2 * each
     assert plan.host_total <= 96 * GIB and plan.host_left >= 0
     assert any(f"snapshots get {plan.snapshot_ram / GIB:.2f} GiB of RAM" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize("cache_ram", [None, 8 * GIB])
+@pytest.mark.parametrize("ram", [24 * GIB, 48 * GIB, 96 * GIB])
+def test_copies_of_kept_slots_are_in_the_plan_and_come_before_further_sequences(
+    ram: int, cache_ram: int | None
+) -> None:
+    plan = paper_plan("35B-A3B", 262_144, int(22.1 * GIB), ram, cache_ram)
+    assert plan.host_total <= ram
+    assert plan.kept_ram == plan.snapshot_ram // 4
+    assert "copies of kept slots" in show_plan(plan)
+    none = paper_plan("35B-A3B", 262_144, int(22.1 * GIB), ram, cache_ram=0)
+    assert none.kept_ram == 0 and none.live_pages >= plan.live_pages
+
+
+def test_what_kept_slots_may_take_is_what_the_plan_says(golden: Path) -> None:
+    model, settings = golden / "tiny-qwen35-Q4_K_M.gguf", {"context": 512, "sequences": 2, "threads": 1}
+    built = build_engine(Config(model=model, devices=("cpu",), cache_ram=40 * MIB, **settings))
+    try:
+        assert built.engine.status().cache.budgets["device"] == 10 * MIB == built.plan.kept_ram
+    finally:
+        built.stop()
 
 
 def test_a_prompt_of_32768_tokens_is_kept_by_default_and_was_not_in_2_gib() -> None:

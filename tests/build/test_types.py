@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rekindle.build import StageConfig, choose_types, open_model, plan_model
 from rekindle.build.sizes import loaded_sizes
-from rekindle.cli import app
+from rekindle.cli.commands import app
 from rekindle.config import Config
 from rekindle.errors import BadConfig
 from rekindle.kernels import native

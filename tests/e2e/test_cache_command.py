@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rekindle.cli import app, cache
+from rekindle.cli import cache
+from rekindle.cli.commands import app
 from rekindle.snapshots.tools import SnapshotInfo
 
 

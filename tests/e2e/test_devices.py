@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from rekindle.build import probe_device, speeds
 from rekindle.build.machine import make_machine
 from rekindle.build.probe import Probe
-from rekindle.cli import app
+from rekindle.cli.commands import app
 from rekindle.config import Config, parse_shards
 from rekindle.errors import BadConfig
 

@@ -25,7 +25,7 @@ from rekindle.bench.conversations import (
 )
 from rekindle.bench.recorded import AGENTS, OWN, read_session, recorded, session_file
 from rekindle.bench.replay import ReplayRow, Seen, Total
-from rekindle.cli import app
+from rekindle.cli.commands import app
 from rekindle.cli.replay import _Printer, _summary
 from rekindle.errors import BadConfig, RekindleError
 from rekindle.prompt import common_length

@@ -13,7 +13,7 @@ import soak_kill
 from typer.testing import CliRunner
 
 from rekindle.bench.conversations import prose
-from rekindle.cli import app
+from rekindle.cli.commands import app
 from rekindle.kernels.native import SWITCH
 from rekindle.snapshots.tools import verify_snapshots
 

@@ -116,6 +116,20 @@ def test_sequences_with_blocks_of_different_widths_share_batches(dense: Lab, sam
     assert all(blocks[:3]) and not blocks[3]
 
 
+@pytest.mark.parametrize("seeds", [(4,), (4, 5, 6)], ids=["alone", "beside others"])
+def test_penalties_do_not_hold_up_the_next_step(dense: Lab, seeds: tuple[int, ...]) -> None:
+    """A card may ask for penalties by default: what was drawn is counted before the host knows it."""
+    expected = [plain(dense, prompt(seed), PENALISED).tokens for seed in seeds]
+    engine = dense.engine(ram=0, async_steps=1)
+    ahead = list[int]()
+    launch = engine._launcher.launch
+    engine._launcher.launch = lambda step: (ahead.append(len(engine._flights)), launch(step))  # type: ignore[method-assign]
+    answers = [Answer(engine, prompt(seed), PENALISED, max_tokens=LENGTH) for seed in seeds]
+    assert [answer.tokens for answer in answers] == expected
+    engine.stop()
+    assert max(ahead) == 1, "a step was launched while another was in flight"
+
+
 def test_log_probabilities_are_those_of_the_rows_that_the_tokens_were_drawn_from(dense: Lab) -> None:
     sampling = Sampling(temperature=0, logprobs=2)
     expected = plain(dense, prompt(2), sampling)

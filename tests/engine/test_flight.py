@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -10,7 +10,9 @@ import torch
 
 from rekindle.engine import sampler
 from rekindle.engine.to_host import OnHost
+from rekindle.engine.token_counts import TokenCounts
 from rekindle.engine.types import Sampling
+from rekindle.kernels.sampling import IN_PROMPT
 
 SECOND = torch.device("cuda", 1)
 
@@ -63,7 +65,7 @@ def test_tokens_are_drawn_on_the_device_of_the_logits(monkeypatch: pytest.Monkey
     monkeypatch.setattr(OnSecond, "get_device", lambda self: SECOND.index, raising=False)
     monkeypatch.setattr(sampler, "_prepared", lambda logits, sequences: logits)
     monkeypatch.setattr(sampler, "argmax", lambda logits: current.append(entered[-1]) or logits)
-    sampler.draw(on_second([0]), [], [])
+    sampler.draw(on_second([0]), [])
     assert current == [1]
     assert entered == [1, 0], "and the device before is the current one again"
 
@@ -71,9 +73,14 @@ def test_tokens_are_drawn_on_the_device_of_the_logits(monkeypatch: pytest.Monkey
 @dataclass(frozen=True)
 class PaperSequence:
     sampling: Sampling
+    position: int = 3
     tokens: tuple[int, ...] = (1, 2, 3)
     prompt_length: int = 3
+    drafted: tuple[int, ...] = ()
+    in_block: bool = False
+    token_counts: TokenCounts = field(default_factory=TokenCounts)
     mask: None = None
+    forced: None = None
 
 
 def test_a_temperature_too_small_to_divide_by_is_none() -> None:
@@ -82,5 +89,22 @@ def test_a_temperature_too_small_to_divide_by_is_none() -> None:
     for seed in range(4):
         rows = [PaperSequence(Sampling(temperature=each, seed=seed)) for each in (1e-300, 1e-40, 1e-6)]
         warm = PaperSequence(Sampling(temperature=1.0, seed=seed))
-        assert sampler.draw(tied, rows, [3, 3, 3]).tolist() == [0, 0, 0]
-        assert sampler.draw(tied, [*rows[:2], warm], [3, 3, 3]).tolist()[:2] == [0, 0], "beside a warm one"
+        assert sampler.draw(tied, rows).tolist() == [0, 0, 0]
+        assert sampler.draw(tied, [*rows[:2], warm]).tolist()[:2] == [0, 0], "beside a warm one"
+
+
+def test_each_token_is_counted_once_whoever_counted_it() -> None:
+    """Known ones by the host, drawn ones behind the draw, and all of them anew where a drawn one did not stay."""
+    like, prompt, counts = torch.zeros(1, 8), [1, 2, 2], TokenCounts()
+    assert _entries(counts.up_to(3, prompt, 3, like)) == {1: IN_PROMPT, 2: IN_PROMPT}
+    sampler.count_drawn(torch.tensor([2]), [counts.tensor])
+    counts.note_drawn()
+    assert _entries(counts.up_to(4, prompt, 3, like)) == {1: IN_PROMPT, 2: IN_PROMPT + 1}, "not known to the host yet"
+    assert _entries(counts.up_to(6, [*prompt, 2, 5, 5], 3, like)) == {1: IN_PROMPT, 2: IN_PROMPT + 1, 5: 2}
+    sampler.count_drawn(torch.tensor([7]), [counts.tensor])
+    counts.note_drawn()  # the step was lost
+    assert _entries(counts.up_to(6, [*prompt, 2, 5, 5], 3, like)) == {1: IN_PROMPT, 2: IN_PROMPT + 1, 5: 2}
+
+
+def _entries(counts: torch.Tensor) -> dict[int, int]:
+    return {token: int(count) for token, count in enumerate(counts) if count}

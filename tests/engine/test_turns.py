@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ def run(scheduler: Scheduler, decoding: list[Sequence], steps: int) -> list[list
     return seen
 
 
-def test_chunks_and_rows_take_turns_and_a_chunk_is_alone_in_its_batch() -> None:
+def test_chunks_and_rows_take_turns_and_are_never_in_one_batch() -> None:
     scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048))
     answering = [sequence(slot, 10, Decoding) for slot in (0, 1)]
     for slot, length in ((2, 1200), (3, 40)):
@@ -108,6 +109,25 @@ def test_whole_chunks_run_while_nobody_answers() -> None:
     scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048))
     scheduler.add(sequence(0, 5000, Prefilling))
     assert run(scheduler, [], 9) == [[2048], [2048], [904]]
+
+
+def test_short_chunks_of_several_prompts_share_a_step() -> None:
+    """Four at most, each of them whole; a long one is alone, and so is one whose bits or scores are looked at."""
+    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048))
+    for slot, length in enumerate((512, 2600, 500, 7, 40, 300)):
+        scheduler.add(sequence(slot, length, Prefilling))
+    scored = sequence(6, 30, Prefilling)
+    scored.request = replace(scored.request, prompt_logprobs=1)
+    scheduler.add(scored)
+    assert run(scheduler, [], 9) == [[512, 500, 7, 40], [2048], [300], [30], [552]]
+
+
+def test_beside_answers_they_share_what_one_of_them_may_have() -> None:
+    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048))
+    answering = [sequence(0, 10, Decoding)]
+    for slot in range(1, 5):
+        scheduler.add(sequence(slot, 200, Prefilling))
+    assert run(scheduler, answering, 4) == [[200, 200], [1], [200, 200], [1]]
 
 
 def test_rows_go_on_where_a_chunk_finds_no_pages() -> None:
@@ -141,9 +161,9 @@ def test_every_state_has_the_bits_of_a_run_by_itself_with_the_edges_its_manifest
     engine.stop()
     assert isinstance(engine.prefixes, RecordingCache)
     published = engine.prefixes.seen
-    prefilled = [s for s in published if all(stretch.how == "prefill" for stretch in s.stretches)]
-    assert len(prefilled) >= len(prompts), "no prompt shared a batch"
-    assert not any(stretch.how == "batched" for s in published for stretch in s.stretches)
+    prefilled = [s for s in published if all(stretch.how in ("prefill", "batched") for stretch in s.stretches)]
+    assert len(prefilled) >= len(prompts)
+    assert any(stretch.how == "batched" for s in prefilled for stretch in s.stretches), "some shared a step"
     assert all(same_bits(snapshot, lab.cold(snapshot)) for snapshot in prefilled)
     cuts = {cut for snapshot in prefilled for stretch in snapshot.stretches for cut in stretch.cuts}
     assert any(cut % 256 and cut not in map(len, prompts) for cut in cuts), "some chunks were cut beside answers"

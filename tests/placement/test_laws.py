@@ -299,11 +299,32 @@ def test_the_smallest_budget_that_the_error_names_is_the_smallest(
     with pytest.raises(DoesNotFit) as refused:
         make_plan(Machine((make(1),), 1 << 50), spec, sizes, wishes)
     smallest = int(str(refused.value).split("(")[1].split(" bytes")[0].replace(",", ""))
-    plan = Placer(Machine((make(smallest),), 1 << 50), spec, sizes, wishes).place()
+    plan = make_plan(Machine((make(smallest),), 1 << 50), spec, sizes, wishes)
     assert plan.stage(0).total <= smallest
     assert plan.cold == 0 or make is gpu
     with pytest.raises(DoesNotFit):
-        Placer(Machine((make(smallest - 1),), 1 << 50), spec, sizes, wishes).place()
+        make_plan(Machine((make(smallest - 1),), 1 << 50), spec, sizes, wishes)
+
+
+@laws
+@given(st.data(), models(), budgets)
+def test_a_pool_that_does_not_fit_is_a_bound(data: st.DataObject, model: tuple[ModelSpec, Sizes], budget: int) -> None:
+    spec, sizes = model
+    wishes = data.draw(wishes_for(spec))
+    assume(wishes.pool is not None)
+    try:
+        plan = make_plan(one_gpu(budget), spec, sizes, wishes)
+    except DoesNotFit:
+        with pytest.raises(DoesNotFit):
+            make_plan(one_gpu(budget), spec, sizes, replace(wishes, pool=None))
+        return
+    stage = plan.stage(0)
+    assume(stage.page_bytes)
+    assert plan.wishes == wishes and stage.pool_pages <= min(wishes.full_pages, pages_for(wishes.pool or 0))
+    if stage.pool_pages < min(wishes.full_pages, pages_for(wishes.pool or 0)):
+        more = replace(wishes, pool=(stage.pool_pages + 1) * PAGE)
+        with pytest.raises(DoesNotFit):
+            Placer(one_gpu(budget), spec, sizes, more).place()
 
 
 @laws

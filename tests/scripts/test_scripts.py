@@ -198,7 +198,14 @@ def test_rekindle_is_measured_alone_where_there_is_no_peer(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "name",
-    ["gpu/bench_experts.py", "gpu/bench_model.py", "gpu/bench_serve.py", "gpu/bench_split.py", "gpu/bench_start.py"],
+    [
+        "gpu/bench_experts.py",
+        "gpu/bench_model.py",
+        "gpu/bench_moe.py",
+        "gpu/bench_serve.py",
+        "gpu/bench_split.py",
+        "gpu/bench_start.py",
+    ],
 )
 def test_benches_that_need_a_gpu_know_their_arguments(name: str) -> None:
     """All that can be tried without a GPU: what they import is there."""
@@ -226,8 +233,21 @@ def test_the_cost_of_a_schema_is_measured_beside_plain_answers(tmp_path: Path) -
 
 
 def test_memory_that_is_traded_is_measured(tmp_path: Path) -> None:
-    told = run_script("gpu/bench_trade.py", "--device", "cpu", "--folder", tmp_path)
+    told = run_script("gpu/bench_trade.py", "--device", "cpu", "--folder", tmp_path, OUT=str(tmp_path))
+    assert json.loads((tmp_path / "bench_trade.json").read_text())["rows"][0]["mix"] > 0
     assert any("a conversation that grows, then a short one" in line for line in told)
+
+
+def test_memory_that_is_shared_live_is_measured_through_http(tmp_path: Path) -> None:
+    """The smallest form, on a CPU: three of its seven parts, one of each kind."""
+    parts = "held-live,defaults-dense-own,mix"
+    small = ["--device", "cpu", "--folder", str(tmp_path), "--only", parts]
+    told = run_script("gpu/bench_live.py", *small, misses_goal=True, OUT=str(tmp_path))
+    found = json.loads((tmp_path / "bench_live.json").read_text())
+    rows = {row["what"].partition(": ")[2] or "mix": row for row in found["rows"]}
+    assert rows["500 again"]["met"] and rows["tokens restored in 3 turns"]["met"] and rows["kernels amid it"]["met"]
+    assert rows["mix"]["figure"].startswith("traded ")
+    assert told[-1] == "missed: nothing. Left out: nothing"
 
 
 @pytest.mark.parametrize("name", ["gpu/bench_matmul.py", "gpu/bench_mixers.py"])

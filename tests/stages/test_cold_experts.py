@@ -17,7 +17,7 @@ from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.synth import write_synthetic
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
-from rekindle.experts import CostModel, ExpertSet, RoutedFfn, RoutingCounts, SpanExperts, Way
+from rekindle.experts import ROUND, CostModel, ExpertSet, RoutedFfn, RoutingCounts, SpanExperts, Way
 from rekindle.layers import load_span
 from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Prompt
@@ -172,6 +172,24 @@ def test_the_experts_in_use_become_hot(tiny: Any) -> None:
         assert counts.sum() > 0
         assert counts[cold].max() < 1.5 * counts[experts.residency.hot].min() + 4
     assert sum(experts.swaps for experts in sets_of(stage)) > 0
+
+
+def test_no_step_waits_for_the_swaps_of_all_layers(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take turns, also when a long chunk has brought all their counts up to date at once."""
+    stage = cold_stage(tiny, [[0, 1, 2]] * LAYERS, [0] * LAYERS)
+    by_step, swap_some_of = list[int](), ExpertSet.swap_some
+
+    def count(experts: ExpertSet) -> None:
+        by_step[-1] += 1
+        swap_some_of(experts)
+
+    monkeypatch.setattr(ExpertSet, "swap_some", count)
+    stage.model.poll_experts(ROUND)  # the tallies are on their way
+    for _ in range(4 * ROUND + 1):
+        by_step.append(0)
+        stage.model.poll_experts(1)
+    assert max(by_step) == 1
+    assert sum(by_step) == 5 * len(sets_of(stage)), "and every layer has its turn in every round"
 
 
 def test_a_stage_says_which_way_its_layers_took_and_who_moved(tiny: Any) -> None:

@@ -15,6 +15,7 @@ from rekindle.spec import PAGE, Span
 from rekindle.stages import LocalStage
 from rekindle.stages.layout import (
     LONGEST_CHUNK,
+    SHARED,
     GraphShape,
     Layout,
     chunk_shape,
@@ -420,6 +421,21 @@ def test_later_stages_take_chunks_into_recorded_steps_and_hand_on_what_no_later_
     assert torch.equal(back.forward(first, hidden).logits, whole.forward(second, None).logits)
 
 
+def test_chunks_of_several_prompts_share_a_recorded_step_and_leave_what_each_leaves_alone(make_tiny: Any) -> None:
+    stage, plain, record = pair(make_tiny, table_width=32, slots=5, pages=64)
+    for at, lengths in ((0, (70, 33)), (0, (1, 64, 129)), (0, (9, 200, 40, 7))):
+        stop = [at + length for length in lengths]
+        together = run(stage, *(chunk(slot, at, end) for slot, end in enumerate(stop)))
+        alone = torch.cat([run(plain, chunk(slot, at, end)) for slot, end in enumerate(stop)])
+        torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
+        for slot, end in enumerate(stop):
+            torch.testing.assert_close(states(stage, slot), states(plain, slot), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(run(stage, row(slot, end)), run(plain, row(slot, end)), atol=1e-4, rtol=1e-4)
+            stage.close(slot)
+            plain.close(slot)
+    assert record.replayed == 3 + 9, "every one of them was recorded"
+
+
 def test_what_requests_need_is_recorded_before_they_come(make_tiny: Any) -> None:
     stage, _, record = pair(make_tiny, table_width=40, pages=64)
     prefill(stage, 1, 70)
@@ -485,3 +501,6 @@ def test_every_step_that_can_come_is_among_those_recorded_ahead(slots: int, wide
             assert GraphShape((1,) * rows, rows, pages, False, False).padded(widest) in ahead
         for rows in (2, 3, chunk // 2 + 1, chunk):
             assert GraphShape((rows,), rows, pages, False, False).padded(widest) in ahead
+        for sharers in range(2, min(slots, 4) + 1):
+            for rows in (2, min(SHARED, chunk // sharers)):
+                assert GraphShape((rows,) * sharers, rows * sharers, pages, False, False).padded(widest) in ahead

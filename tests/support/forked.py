@@ -16,7 +16,7 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
-import rekindle.cli
+import rekindle.cli.commands
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["support.forked"])

@@ -85,6 +85,7 @@ def wishes_for(draw: st.DrawFn, spec: ModelSpec, context: int | None = None, poo
         kv_type=draw(st.sampled_from(["bf16", "f16", "f32", "q8"])),
         pool=draw(st.none() | st.integers(4096, 100_000)) if pools else None,
         drafter_bytes=draw(st.sampled_from([0, 20 * MIB])),
+        taps=draw(st.sampled_from([(), (0,), (0, spec.layers - 1)])),
         expert_cache_share=draw(st.sampled_from([0.0, 1 / 16, 0.25, 1.0])),
         counts=draw(st.none() | counts) if spec.ffn.is_moe else None,
         kv_mode=draw(st.sampled_from(["exact", "sparse"])),

@@ -42,6 +42,32 @@ def memory(addresses: np.ndarray, count: int, live: np.ndarray) -> list[tl.tenso
     return [words(found[..., i]) for i in range(count)]
 
 
+class Written(Stretch):
+    """The same, to be written."""
+
+    def __init__(self, address: int, count: int, typestr: str) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": (count,), "typestr": typestr, "version": 3}
+
+
+def stored(p: tl.tensor, bits: tl.tensor, live: tl.tensor, size: int) -> None:
+    """The lower `size` bytes of every register, at its address, where live."""
+    shape = np.broadcast_shapes(*(array(each).shape for each in (p, bits, live)))
+    addresses, values, lives = (np.broadcast_to(array(each), shape) for each in (p, bits, live))
+    wanted = addresses[lives != 0].astype(np.int64)
+    if wanted.size:
+        first = int(wanted.min())
+        every = np.asarray(Written(first, (int(wanted.max()) - first) // size + 1, f"<u{size}"))
+        every[(wanted - first) // size] = values[lives != 0].astype(f"<u{size}")
+
+
+def store_word(p: tl.tensor, bits: tl.tensor, live: tl.tensor) -> None:
+    stored(p, bits, live, 4)
+
+
+def store_half(p: tl.tensor, bits: tl.tensor, live: tl.tensor) -> None:
+    stored(p, bits, live, 2)
+
+
 def load_four(p: tl.tensor, live: tl.tensor) -> tuple[tl.tensor, ...]:
     return tuple(memory(array(p), 4, np.broadcast_to(array(live), array(p).shape)))
 
@@ -104,6 +130,19 @@ def with_bits(pair: tl.tensor, bits: tl.tensor, mask: int) -> tl.tensor:
     return words(array(pair).view(np.uint32) | array(bits).view(np.uint32) & np.uint32(mask))
 
 
+def nearest(values: np.ndarray) -> np.ndarray:
+    """float32 rounded to bfloat16, to the nearest even."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def in_two_parts(low: tl.tensor, high: tl.tensor) -> tuple[tl.tensor, ...]:
+    first, second = (nearest(array(each)) for each in (low, high))
+    rest, rest2 = nearest(array(low) - first), nearest(array(high) - second)
+    pairs = (first, second), (rest, rest2)
+    return tuple(words(lower.view(np.uint32) >> 16 | upper.view(np.uint32)) for lower, upper in pairs)
+
+
 def lowered(pair: tl.tensor) -> tl.tensor:
     low, high = (half - np.float32(160) for half in halves(array(pair).view(np.uint32)))
     return words(low.view(np.uint32) >> 16 | high.view(np.uint32) & 0xFFFF0000)
@@ -158,8 +197,11 @@ def lay_out(monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
         "load_codes": load_four,
         "load_pair": load_pair,
         "load_or_nought": load_or_nought,
+        "store_word": store_word,
+        "store_half": store_half,
         "lifted_nibbles": lifted_nibbles,
         "with_bits": with_bits,
+        "in_two_parts": in_two_parts,
         "lowered": lowered,
         "byte_as_float": byte_as_float,
         "mma": product,

@@ -144,6 +144,7 @@ def _work_counters(work: Mapping[str, int]) -> Iterable[Metric]:
     """Which path ran: the stages of this process."""
     for kind, name, what, label in (
         ("step", "steps", "Forwards of a stage, replayed from a recording or run anew", "how"),
+        ("kernels", "kernels", "Kernels compiled, or loaded from Triton's cache, at their first launch", "how"),
         ("experts", "expert_layers", "Layers with cold experts that ran, by the way they took", "way"),
         ("slabs", "slabs", "Pieces of pinned RAM that were asked for and not ready, or refused by the system", "how"),
         ("pages", "page_moves", "Pages sent out and brought in; attended where they lie, skipped, per forward", "how"),

@@ -19,7 +19,7 @@ from rekindle.errors import BadConfig, BadModelFile
 from rekindle.layers import load_head
 from rekindle.layers.embedding import load_embedding
 from rekindle.spec.base import F32
-from rekindle.speculative.context import WAITING, DrafterContext, context_bytes
+from rekindle.speculative.context import WAITING, DrafterContext, context_bytes, layers_read
 from rekindle.speculative.dflash import load_dflash
 from rekindle.speculative.files import DrafterFile, open_drafter
 from rekindle.speculative.lookup import PromptLookup
@@ -105,6 +105,7 @@ def drafter_device(devices: Sequence[str]) -> str:
 class DrafterBytes:
     total: int  # where it lives
     context: int  # of that, what it knows of one sequence: a part of its snapshots
+    taps: tuple[int, ...] = ()  # layers that it reads
 
 
 NO_DRAFTER = DrafterBytes(0, 0)
@@ -120,7 +121,7 @@ def drafter_bytes(
     tensors = [*file.tensors.values(), *_not_shared(model.file, devices)]
     if not on_cpu:  # captures on their way, each copied twice; and a slot for padding in a recorded pass
         slots += 2 * IN_FLIGHT + (not isinstance(file, MtpFile))
-    return DrafterBytes(matrix_bytes(tensors, on_cpu, dtype) + slots * each + features, each)
+    return DrafterBytes(matrix_bytes(tensors, on_cpu, dtype) + slots * each + features, each, layers_read(spec))
 
 
 def _not_shared(target: WeightFile, devices: Sequence[str]) -> list[TensorInfo]:

@@ -105,7 +105,7 @@ def _build(
             half.pop_all()  # the pipeline stops its stages
         undo.callback(pipelines[-1].stop)
         slabs += [stage.slabs for stage in stages if isinstance(stage, LocalStage) and stage.slabs is not None]
-    prefixes = make_prefix_cache(config, model, plans[0], sum(plan.snapshot_ram for plan in plans), slabs)
+    prefixes = make_prefix_cache(config, model, plans, slabs)
     undo.callback(PrefixCache.close, prefixes)  # at once: no replica will
     settings = _engine_settings(config, model, plans, drafter_file)
     model.file.files.check()  # the fingerprint is of the bytes that were loaded

@@ -99,7 +99,7 @@ def plan_numbers(
         context=config.context or spec.context,
         kv_type=kv_type,
         pool=config.pool,
-        lends=config.live_memory,
+        lends=config.live_memory is not False and config.pool is None and config.kv_mode == "exact",
         kv_mode=config.kv_mode,
         kv_policy=config.kv_policy,
         split=parse_split(config.split, len(names), spec.layers),
@@ -113,15 +113,27 @@ def plan_numbers(
     def wishes_of(sequences: int) -> Wishes:
         return _beside(drafter(sequences), names, replace(wishes, sequences=sequences))
 
+    def plan_for(sequences: int) -> Plan:
+        plan = make_plan(machine, spec, sizes, wishes_of(sequences))
+        if config.live_memory is None and plan.wishes.lends and not _lends_everywhere(plan):
+            return make_plan(machine, spec, sizes, replace(plan.wishes, lends=False))
+        return plan
+
     counts_tried = SEQUENCES if config.sequences is None else (config.sequences,)
     try:
-        return _first_roomy(lambda sequences: make_plan(machine, spec, sizes, wishes_of(sequences)), counts_tried)
+        return _first_roomy(plan_for, counts_tried)
     except DoesNotFit as error:
         chosen = config.replicas == 1 and config.ray is None  # else the user did not choose devices and split
         way = way_out(machine, spec, sizes, wishes_of(counts_tried[-1])) if chosen else None
         if way is None:
             raise
         raise DoesNotFit(f"{error}; {way}") from error
+
+
+def _lends_everywhere(plan: Plan) -> bool:
+    """Whether KV can grow on every GPU that has cold experts: a small pool which cannot would be read over PCIe."""
+    gpus = [stage for stage in plan.stages if stage.cold and not stage.device.host]
+    return bool(gpus) and all(stage.lendable for stage in gpus)
 
 
 def _first_roomy(plan_for: Callable[[int], Plan], counts: Sequence[int]) -> Plan:
@@ -179,7 +191,13 @@ def _why_fewer(most: Plan, chosen: Plan, count: int) -> str:
 
 def _beside(drafter: DrafterBytes, names: list[str], wishes: Wishes) -> Wishes:
     here = 0 if shard_of(names[-1]) else drafter.total
-    return replace(wishes, drafter_bytes=here, drafter_ram=drafter.total - here, drafter_context=drafter.context)
+    return replace(
+        wishes,
+        drafter_bytes=here,
+        drafter_ram=drafter.total - here,
+        drafter_context=drafter.context,
+        taps=drafter.taps,
+    )
 
 
 def drafter_wishes(config: Config, model: Model, names: list[str], dtype: torch.dtype, sequences: int) -> DrafterBytes:

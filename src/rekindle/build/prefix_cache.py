@@ -27,7 +27,6 @@ from rekindle.spec import PAGE, SnapshotBytes
 
 log = logging.getLogger("rekindle.build")
 
-KEPT_SHARE = 4  # copies in RAM that only kept slots hold may take 1/4 of the RAM tier's budget, beside it
 DISK_PART = 4  # snapshots may have this part of the disk space that is free, or theirs already …
 DISK_MOST = 64 << 30  # … and no more than so many bytes, unless --cache-disk says so
 
@@ -72,9 +71,10 @@ def disk_budget(free: int, held: int) -> int:
     return min((free + held) // DISK_PART, DISK_MOST)
 
 
-def make_prefix_cache(config: Config, model: Model, plan: Plan, ram: int, slabs: list[Slabs]) -> PrefixCache:
-    """`ram`: bytes that the plans of all replicas leave for snapshots. Snapshots from disk are loaded into the slabs of
-    the first GPU, if there is one: pinned memory of one GPU serves every other of this process too."""
+def make_prefix_cache(config: Config, model: Model, plans: Sequence[Plan], slabs: list[Slabs]) -> PrefixCache:
+    """plans: of all replicas. Snapshots from disk are loaded into the slabs of the first GPU, if there is one: pinned
+    memory of one GPU serves every other of this process too."""
+    plan, ram = plans[0], sum(each.snapshot_ram for each in plans)
     asked, sizes = config.cache_ram, plan.snapshot_bytes
     if asked is not None and ram < asked // config.replicas * config.replicas:
         log.warning("snapshots get %s of RAM, --cache-ram is %s", show_bytes(ram), show_bytes(asked))
@@ -87,7 +87,7 @@ def make_prefix_cache(config: Config, model: Model, plan: Plan, ram: int, slabs:
             log.warning("%s", warning)
         log.info("snapshots may take %s; one takes %s beside its pages", _in_words(budgets), show_bytes(sizes.state))
         # Who gives snapshots no room anywhere wants nothing kept, on the device neither.
-        held = HeldStates(sizes, ram // KEPT_SHARE) if any(budgets.values()) else None
+        held = HeldStates(sizes, sum(each.kept_ram for each in plans)) if any(budgets.values()) else None
         prefixes = SharedPrefixes(tiers, sizes, held, config.replicas)
         undo.pop_all()
     return prefixes

@@ -17,6 +17,7 @@ from rekindle.build.sizes import loaded_sizes
 from rekindle.build.types import DTYPES, check_heads
 from rekindle.experts import RoutingCounts, SpanExperts, kept_slots
 from rekindle.kernels.device_memory import DeviceMemory, PagePlaces
+from rekindle.kernels.first_launches import watch_first_launches
 from rekindle.layers import load_span
 from rekindle.layers.base import page_shapes
 from rekindle.placement import Plan, expanded_values, pages_for
@@ -115,6 +116,7 @@ def load_stage(
     with ExitStack() as loading:
         if device.type == "cuda":
             loading.enter_context(torch.cuda.device(device))  # kernels pack the weights, on the current device
+            watch_first_launches()
             loading.enter_context(compiling_ahead(_compile_job(file, config), on_kernels))
         span = load_span(file, config.span, device, dtype, on_progress, experts)
         file.files.check()

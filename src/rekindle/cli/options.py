@@ -68,10 +68,10 @@ KvMode = Annotated[
     ),
 ]
 LiveMemory = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        help="KV of a conversation that outgrows the pool gets the memory of the coldest experts, until it ends. "
-        "Off by default: its speed was not measured yet."
+        help="KV of a conversation that outgrows the pool gets the memory of the coldest experts, until it ends. On "
+        "where it can be, unless --pool fixes the pool; --no-live-memory plans a larger pool and fewer hot experts."
     ),
 ]
 KvPolicy = Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -27,6 +27,7 @@ from rekindle.config import Config, show_bytes, snapshot_folder
 from rekindle.errors import BadConfig, DoesNotFit
 from rekindle.placement import Device, Machine, Plan, card_named, plan_as_json, shape_named, show_plan
 from rekindle.placement.cards import GpuCard
+from rekindle.placement.shapes import NAMES, USUAL_MIX
 
 # Times as fast as a CPU: a card reads its memory ten times as fast as a CPU reads RAM, and there are about a tenth as
 # many bytes, since a CPU keeps no quantised weights. More than the layers of any model, so that a card which holds
@@ -44,12 +45,13 @@ def plan(
     kv_type: options.KvType = None,
     kv_mode: options.KvMode = "exact",
     kv_policy: options.KvPolicy = "qk",
-    live_memory: options.LiveMemory = False,
+    live_memory: options.LiveMemory = None,
     draft: options.Draft = options.DRAFT,
     drafter: options.Drafter = None,
-    pool: Annotated[int | None, typer.Option(help="Tokens of KV on every device.")] = None,
+    pool: Annotated[int | None, typer.Option(help="Tokens of KV on every device at most.")] = None,
     shape: Annotated[
-        str | None, typer.Option(help="Instead of a file: qwen3.6-27b or qwen3.6-35b-a3b in the usual Q4_K_M mix.")
+        str | None,
+        typer.Option(help=f"Instead of a file: {' or '.join(NAMES)} in the usual {USUAL_MIX} mix."),
     ] = None,
     card: Annotated[
         list[str], typer.Option(help='A card by name, such as "RTX 3090", by its maker\'s figures; once per card.')
@@ -63,13 +65,13 @@ def plan(
     it. Needs no GPU and loads nothing.
 
     With --vram GPUs of that size are assumed, whatever the machine has; without --devices one for each size. With
-    --card they are empty cards of that name, of which serve would take 92 %.
+    --card they are empty cards of that name, of which serve would take 92 %, or as much as --vram says.
     """
     names = options.names(devices)
     given = options.sizes(vram, "--vram")
     cards = [card_named(name) for name in card]
-    if cards and (given is not None or names != ("auto",)):
-        raise BadConfig("--card says which devices there are and how large; leave out --vram and --devices")
+    if cards and names != ("auto",):
+        raise BadConfig("--card says which devices there are; leave out --devices")
     if shape is not None and model is not None:
         raise BadConfig(f"--shape {shape} stands for a file, and {model} is one; leave one out")
     if cards:
@@ -96,7 +98,7 @@ def plan(
         cache_dir=snapshot_folder(),  # whose routing counts `serve` reads too; nothing is written
     )
     made = _plan(config, cards, shape)
-    ram_note = f"{_percent(RAM_SHARE)} of what is free" if config.ram is None else ""
+    ram_note = f"{_percent(RAM_SHARE)} of what is free" if config.ram is None else "all that --ram says"
     width = shutil.get_terminal_size().columns
     print(json.dumps(plan_as_json(made)) if as_json else show_plan(made, width, ram_note))
 
@@ -114,21 +116,30 @@ def _plan(config: Config, cards: Sequence[GpuCard], shape: str | None) -> Plan:
         if all(device.is_cpu for device in machine.devices):
             raise DoesNotFit(f"{error}; for a GPU give --vram") from error
         raise
+    return replace(made, reasons=(*made.reasons, *_assumptions(config, cards, shape, made)))
+
+
+def _assumptions(config: Config, cards: Sequence[GpuCard], shape: str | None, made: Plan) -> Iterator[str]:
+    """What a plan takes for granted of a file or a machine that is not at hand."""
+    if shape is not None:
+        yield f"{shape} stands for a file in the {USUAL_MIX} mix; real ones differ by a few per cent"
     if cards:
         known = " and ".join(dict.fromkeys(card.name for card in cards))
-        note = f"{known}: imagined, by its maker's figures; the speeds are what an H200's kernels reach of such figures"
-        return replace(made, reasons=(*made.reasons, note))
-    if config.vram is None:
-        return made
-    empty = " and ".join(
-        f"about {show_bytes(int(size * VRAM_SHARE))} of an empty {show_bytes(size)} card"
-        for size in dict.fromkeys(config.vram)
-    )
-    said = [f"serve without --vram takes {_percent(VRAM_SHARE)} of what is free: {empty}"]
+        yield f"{known}: imagined, by its maker's figures; the speeds are what an H200's kernels reach of such figures"
+    share = _percent(VRAM_SHARE)
+    sizes = dict.fromkeys(config.vram or (card.bytes for card in cards))
+    if config.vram is None and cards:
+        empty = " and ".join(map(show_bytes, sizes))
+        yield f"of an empty card of {empty} serve takes {share}, and so does this plan; --vram says otherwise"
+    if config.vram is None or cards:
+        return
+    taken = (f"about {show_bytes(int(size * VRAM_SHARE))} of an empty {show_bytes(size)} card" for size in sizes)
+    yield f"all of --vram is used; serve without --vram takes {share} of what is free: {' and '.join(taken)}"
+    if any(device.rates is None and not device.is_cpu for device in made.machine.devices):
+        yield "no speed is foretold: of a GPU that is not here only its memory is known; --card names one"
     if len(made.stages) > 1 and config.split == "auto":
         assumed = f"imagined GPUs are equally fast, and {IMAGINED_GPU:.0f} times as fast as a CPU"
-        said.append(f"{assumed}; serve measures real ones, and may split otherwise")
-    return replace(made, reasons=(*made.reasons, *said))
+        yield f"{assumed}; serve measures real ones, and may split otherwise"
 
 
 def _percent(share: float) -> str:
@@ -145,19 +156,29 @@ def _machine(config: Config) -> Machine:
         return replace(machine, devices=tuple(replace(each, rates=known.get(each.name)) for each in machine.devices))
     budgets = vram_by_name(config.vram, config.devices)
     machine = make_machine(["cpu"], None, config.ram)
+    known = rates(config.devices)  # of GPUs that are here, whatever is to be used of them
     imagined = [
-        machine.devices[0] if name == "cpu" else Device(name, _kind(name), budgets[name], IMAGINED_GPU)
+        machine.devices[0]
+        if name == "cpu"
+        else Device(name, _kind(name), budgets[name], IMAGINED_GPU, rates=known.get(name))
         for name in config.devices
     ]
     return Machine(tuple(imagined), machine.ram)
 
 
 def _of_cards(config: Config, cards: Sequence[GpuCard]) -> Machine:
-    """Empty ones, beside the RAM of this machine or the one that was given."""
+    """Empty ones, or as much of them as --vram says, beside the RAM of this machine or the one that was given."""
+    given = vram_by_name(config.vram, config.devices)
     ram, fastest = make_machine(["cpu"], None, config.ram).ram, max(card.speed for card in cards)
     return Machine(
         tuple(
-            Device(name, its.kind, int(its.bytes * VRAM_SHARE), IMAGINED_GPU * its.speed / fastest, rates=its.rates)
+            Device(
+                name,
+                its.kind,
+                given.get(name, int(its.bytes * VRAM_SHARE)),
+                IMAGINED_GPU * its.speed / fastest,
+                rates=its.rates,
+            )
             for name, its in zip(config.devices, cards, strict=True)
         ),
         ram,

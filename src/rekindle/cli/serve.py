@@ -70,11 +70,11 @@ def serve(
     kv_type: options.KvType = None,
     kv_mode: options.KvMode = "exact",
     kv_policy: options.KvPolicy = "qk",
-    live_memory: options.LiveMemory = False,
+    live_memory: options.LiveMemory = None,
     draft: options.Draft = options.DRAFT,
     drafter: options.Drafter = None,
     pool: Annotated[
-        int | None, typer.Option(help="Tokens of KV cache on every device; the plan decides if left out.")
+        int | None, typer.Option(help="Tokens of KV cache on every device at most; the plan decides if left out.")
     ] = None,
     vram: options.Vram = None,
     ram: options.Ram = None,

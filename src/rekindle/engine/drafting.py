@@ -251,8 +251,8 @@ class Proposer:
         return Proposals(found, ahead)
 
     def _launched(self, step: Sequence[DraftPass], asks: Sequence[Ask]) -> Ahead | None:
-        """None where the host has to know the tokens. A step takes those that it does not know from one place, the
-        drafter or the step before; and draws of all its rows are made together."""
+        """None where the host has to know the tokens, of all blocks of the step or of none. Those that it does not know
+        come from one place: the drafter, or the step before."""
         if self._launch is None or any(sequence.in_flight or not sequence.verifies_unseen for sequence in step):
             return None
         return self._launch(asks)

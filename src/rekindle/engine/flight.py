@@ -13,10 +13,10 @@ import torch
 
 from rekindle.batch import PENDING, Batch, Segment, Wanted
 from rekindle.engine.ahead import Ahead
-from rekindle.engine.forcing import impose
 from rekindle.engine.sampler import draw
 from rekindle.engine.sequence import Sequence as LiveSequence
 from rekindle.engine.to_host import DrawnTokens
+from rekindle.engine.token_counts import TokenCounts
 from rekindle.engine.types import Sampling
 from rekindle.grammar.guide import Mask
 from rekindle.stages import StageOutput
@@ -42,6 +42,7 @@ class DrawnRow:
     owner: LiveSequence
     position: int  # of the token that is drawn
     drafted: tuple[int, ...] = ()  # tokens of the block before it
+    in_block: bool = False
 
     @property
     def sampling(self) -> Sampling:
@@ -53,7 +54,15 @@ class DrawnRow:
 
     @property
     def tokens(self) -> Sequence[int]:
-        return [*self.owner.tokens, *self.drafted] if self.drafted else self.owner.tokens
+        return self.owner.tokens
+
+    @property
+    def token_counts(self) -> TokenCounts:
+        return self.owner.token_counts
+
+    @property
+    def forced(self) -> int | None:
+        return self.owner.forced_at(self.position)
 
     @property
     def mask(self) -> Mask | None:
@@ -136,8 +145,7 @@ class Flight:
             logits = self.output.result().logits
             assert logits is not None, "a flight that draws brings logits"
             whole = len(self.drawing) == logits.shape[0]
-            drawn = self._draw(logits if whole else torch.cat(self._rows_drawn()))
-            self.drawn = DrawnTokens(impose(drawn, [row.owner.forced_at(row.position) for row in self.drawing]))
+            self.drawn = DrawnTokens(self._draw(logits if whole else torch.cat(self._rows_drawn())))
 
     def _rows_drawn(self) -> list[torch.Tensor]:
         pairs = zip(self.results(), self._counts, strict=True)
@@ -146,7 +154,7 @@ class Flight:
     def _draw(self, rows: torch.Tensor) -> torch.Tensor:
         """All rows at once; where that fails, row by row, so that only the rows at fault go without a token."""
         try:
-            return draw(rows, self.drawing, [row.position for row in self.drawing])
+            return draw(rows, self.drawing)
         except Exception as error:
             log.warning("tokens of %d rows are drawn one by one: %s", len(self.drawing), error)
             return torch.cat([self._draw_row(number, rows) for number in range(len(self.drawing))])
@@ -154,7 +162,7 @@ class Flight:
     def _draw_row(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         row = self.drawing[number]
         try:
-            return draw(rows[number : number + 1], [row], [row.position])
+            return draw(rows[number : number + 1], [row])
         except Exception as error:
             self.failures[number] = error
             return torch.full((1,), -1, dtype=torch.int64, device=rows.device)
@@ -194,7 +202,8 @@ def _drawn_rows(segment: Segment, owner: LiveSequence) -> list[DrawnRow]:
         return []
     if segment.wanted is not Wanted.ALL:
         return [DrawnRow(owner, segment.end)]
-    return [DrawnRow(owner, segment.position + 1 + row, segment.tokens[1 : 1 + row]) for row in range(len(segment))]
+    first = segment.position + 1
+    return [DrawnRow(owner, first + row, segment.tokens[1 : 1 + row], in_block=True) for row in range(len(segment))]
 
 
 def _accepted(drawn: Sequence[int], drafted: Sequence[int]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import torch
 
 from rekindle.engine.audit import Audit, Auditor
 from rekindle.engine.endings import Endings
-from rekindle.engine.forcing import impose
+from rekindle.engine.flight import DrawnRow
 from rekindle.engine.kept_slots import Kept
 from rekindle.engine.loader import LoaderThreads, release_hit
 from rekindle.engine.publisher import Publisher
@@ -256,8 +256,7 @@ class Restorer:
         sequence.logits = logits
         if sequence.max_tokens == 0:
             return None
-        drawn = draw(logits[None], [sequence], [sequence.prefill_end])
-        return DrawnTokens(impose(drawn, [sequence.forced_at(sequence.prefill_end)]))
+        return DrawnTokens(draw(logits[None], [DrawnRow(sequence, sequence.prefill_end)]))
 
     def _begin_account(self, sequence: Sequence, found: Lookup) -> None:
         found.taken()

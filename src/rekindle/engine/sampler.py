@@ -12,15 +12,18 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from rekindle.engine.forcing import impose
+from rekindle.engine.token_counts import TokenCounts
 from rekindle.engine.types import Sampling, TokenLogprob
 from rekindle.grammar.guide import Mask
 from rekindle.kernels.sampling import (
+    Penalty,
     add_bias,
-    apply_penalties,
     argmax,
-    count_tokens,
+    count_drawn,
     keep_allowed,
     log_softmax_at,
+    penalise,
     sample,
 )
 
@@ -28,16 +31,26 @@ COLDEST = 1e-5  # below it a temperature is none: a logit in doubt has no chance
 
 
 class Drawable(Protocol):
-    """What the sampler reads of a sequence."""
+    """A row of logits to draw from, and what the sampler reads of its sequence."""
 
     @property
     def sampling(self) -> Sampling: ...
     @property
-    def tokens(self) -> Sequence[int]: ...  # prompt and answer so far
+    def position(self) -> int: ...  # of the token that is drawn
+    @property
+    def tokens(self) -> Sequence[int]: ...  # prompt and answer so far; the last ones may not be known yet
     @property
     def prompt_length(self) -> int: ...
     @property
+    def drafted(self) -> Sequence[int]: ...  # tokens of a block before this row, as if they were accepted
+    @property
+    def in_block(self) -> bool: ...  # what is drawn may not stay
+    @property
+    def token_counts(self) -> TokenCounts: ...
+    @property
     def mask(self) -> Mask | None: ...  # the tokens that its grammar allows; None: all
+    @property
+    def forced(self) -> int | None: ...  # the token that must come, whatever the logits say
 
 
 def uniform(seed: int, position: int) -> float:
@@ -45,36 +58,51 @@ def uniform(seed: int, position: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed % 2**64, counter=position)).random())
 
 
-def needs_history(s: Sampling) -> bool:
+def has_penalties(s: Sampling) -> bool:
     """Whether a draw depends on the tokens before it other than through the logits."""
     return (s.repetition_penalty, s.frequency_penalty, s.presence_penalty) != (1.0, 0.0, 0.0)
 
 
-def draw(logits: torch.Tensor, sequences: Sequence[Drawable], positions: Sequence[int]) -> torch.Tensor:
-    """One token per row of `logits` [rows, vocab], for the given positions: int64 [rows] on the logits' device."""
+def draw(logits: torch.Tensor, rows: Sequence[Drawable]) -> torch.Tensor:
+    """One token per row of `logits` [rows, vocab]: int64 [rows] on the logits' device."""
     with torch.cuda.device_of(logits):  # kernels are launched on the current device
-        return _draw(_prepared(logits, sequences), [sequence.sampling for sequence in sequences], positions)
+        drawn = impose(_draw(_prepared(logits, rows), rows), [row.forced for row in rows])
+        _count(drawn, rows)
+        return drawn
 
 
-def _draw(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, rows: Sequence[Drawable]) -> torch.Tensor:
+    settings = [row.sampling for row in rows]
     temperatures = [s.temperature if s.temperature >= COLDEST else 0.0 for s in settings]
     if not any(temperatures):
         return argmax(logits)
     # Settings stay on the host: the sampler reads them there to choose a cheaper path.
-    uniforms = [uniform(s.seed, position) for s, position in zip(settings, positions, strict=True)]
     return sample(
         logits,
         torch.tensor(temperatures),
         torch.tensor([s.top_k for s in settings]),
         torch.tensor([s.top_p for s in settings]),
         torch.tensor([s.min_p for s in settings]),
-        torch.tensor(uniforms, dtype=torch.float64),
+        torch.tensor([uniform(row.sampling.seed, row.position) for row in rows], dtype=torch.float64),
     )
 
 
+def _count(drawn: torch.Tensor, rows: Sequence[Drawable]) -> None:
+    """What was drawn is counted where it will stay, on the device: the next step need not wait for the host."""
+    counting = [row if has_penalties(row.sampling) and not row.in_block else None for row in rows]
+    if any(counting):
+        count_drawn(drawn, [None if row is None else row.token_counts.tensor for row in counting])
+        for row in counting:
+            if row is not None:
+                row.token_counts.note_drawn()
+
+
 def warm_up_draws(logits: torch.Tensor) -> None:
-    """Every way to draw from logits [1, vocab], once: the highest; one of a few; any; of those that a mask allows."""
-    argmax(logits)
+    """Every way to draw from logits [1, vocab], once: the highest; one of a few; any; of those that a mask allows; with
+    penalties."""
+    counts = torch.zeros(logits.shape[1], dtype=torch.int32, device=logits.device)
+    count_drawn(argmax(logits), [counts])
+    penalise(logits, [Penalty(counts, (), 0.0, 0.0, 1.0)])
     keep_allowed(logits, torch.full((1, -(-logits.shape[1] // 32)), -1, dtype=torch.int32), [0])
     one = torch.ones(1)
     for top_k in (20, 0):
@@ -104,24 +132,25 @@ def logprobs_of(scores: torch.Tensor, tokens: Sequence[int], top: int) -> list[T
     ]
 
 
-def _prepared(logits: torch.Tensor, sequences: Sequence[Drawable]) -> torch.Tensor:
+def _prepared(logits: torch.Tensor, rows: Sequence[Drawable]) -> torch.Tensor:
     """Logits after penalties, bias and grammars; the given tensor itself if no row asks for any."""
-    settings = [sequence.sampling for sequence in sequences]
-    device, vocab = logits.device, logits.shape[-1]
-    if any(needs_history(s) for s in settings):
-        logits = apply_penalties(
-            logits,
-            count_tokens([q.tokens[: q.prompt_length] for q in sequences], vocab, device),
-            count_tokens([q.tokens[q.prompt_length :] for q in sequences], vocab, device),
-            torch.tensor([s.presence_penalty for s in settings], device=device),
-            torch.tensor([s.frequency_penalty for s in settings], device=device),
-            torch.tensor([s.repetition_penalty for s in settings], device=device),
-        )
-    bias = [(row, token, value) for row, s in enumerate(settings) for token, value in s.logit_bias.items()]
+    given, device = logits, logits.device
+    if any(has_penalties(row.sampling) for row in rows):
+        logits = penalise(logits, [_penalty(row, logits) for row in rows])
+    bias = [(i, token, value) for i, row in enumerate(rows) for token, value in row.sampling.logit_bias.items()]
     if bias:
-        rows, tokens, values = (torch.tensor(column, device=device) for column in zip(*bias, strict=True))
-        logits = add_bias(logits, rows, tokens, values.float())
-    masks = {row: mask for row, q in enumerate(sequences) if (mask := q.mask) is not None}
+        places, tokens, values = (torch.tensor(column, device=device) for column in zip(*bias, strict=True))
+        logits = add_bias(logits, places, tokens, values.float())
+    masks = {i: mask for i, row in enumerate(rows) if (mask := row.mask) is not None}
     if masks:
-        logits = keep_allowed(logits, torch.from_numpy(np.stack(list(masks.values()))), list(masks))
+        own = logits is not given
+        logits = keep_allowed(logits, torch.from_numpy(np.stack(list(masks.values()))), list(masks), own)
     return logits
+
+
+def _penalty(row: Drawable, logits: torch.Tensor) -> Penalty | None:
+    s, length = row.sampling, row.position - len(row.drafted)
+    if not has_penalties(s):
+        return None
+    counts = row.token_counts.up_to(length, row.tokens, row.prompt_length, logits)
+    return Penalty(counts, row.drafted, s.presence_penalty, s.frequency_penalty, s.repetition_penalty)

@@ -4,9 +4,10 @@ A chunk is never cut to fit a batch: its edges are a function of position (law 2
 more than the budget asks for, and a long prefill never stalls the streams of others for longer than one chunk.
 
 On GPUs chunks and decode rows take turns instead (the scheduler has a Pace): either is a recorded step then, which
-costs the host next to nothing, and a chunk alone in its batch has the bits of a cold run. While others answer, chunks
-are shorter, so that the gap in their answers stays below a target; an edge that comes of it lies off the grid, and the
-manifest records it like every other cut.
+costs the host next to nothing, and a chunk alone in its batch has the bits of a cold run. Short chunks of several
+prompts share a step, since it reads the weights once for all of them. While others answer, chunks are shorter, so that
+the gap in their answers stays below a target; an edge that comes of it lies off the grid, and the manifest records it
+like every other cut.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rekindle.engine.drafting import Proposals, Proposer
 from rekindle.engine.pace import Pace
 from rekindle.engine.sequence import Sequence
 from rekindle.speculative.width import MOST
+from rekindle.stages.layout import SHARED, SHARERS
 
 BLOCK_ROWS = 64  # of all blocks of a batch on a GPU: up to so many, reading weights takes most of a step
 Fits = Callable[[Sequence, int], bool]  # reserves pages up to that position for the sequence, or says there are none
@@ -81,7 +83,7 @@ class Scheduler:
         if self.pace is None:
             return self._share(rows, chunks, fits, drafts)
         chunk_first = chunks and not (rows and self._chunk_was_last)
-        step = self._one_chunk(chunks[0], decoding, self.pace, fits) if chunk_first else None
+        step = self._next_chunks(chunks, decoding, self.pace, fits) if chunk_first else None
         self._chunk_was_last = step is not None
         return step or _step(*self._rows_that_fit(rows, fits, drafts))
 
@@ -100,15 +102,26 @@ class Scheduler:
                 break
         return _step(segments, ahead)
 
-    def _one_chunk(self, sequence: Sequence, decoding: list[Sequence], pace: Pace, fits: Fits) -> Step | None:
-        """A chunk alone in its batch, shorter while others answer."""
-        answering = any(not s.background for s in decoding)
-        end = sequence.next_chunk_end(self.grid, pace.rows if answering else self.grid)
-        if not fits(sequence, end):
-            return None
-        self._prefilling.remove(sequence)
-        self._prefilling.append(sequence)
-        return _step([(self._chunk(sequence, end), sequence)])
+    def _next_chunks(self, chunks: list[Sequence], decoding: list[Sequence], pace: Pace, fits: Fits) -> Step | None:
+        """The next chunk, shorter while others answer; a short one takes those of other prompts along."""
+        longest = budget = pace.rows if any(not s.background for s in decoding) else self.grid
+        segments: Segments = []
+        for sequence in chunks:
+            end = sequence.next_chunk_end(self.grid, longest)
+            rows = end - sequence.position
+            alone = rows > SHARED or sequence.repeats_bits
+            if segments and (alone or rows > budget):
+                continue
+            if not fits(sequence, end):
+                break
+            segments.append((self._chunk(sequence, end), sequence))
+            budget -= rows
+            if alone or budget <= 0 or len(segments) == max(SHARERS):
+                break
+        for _, sequence in segments:
+            self._prefilling.remove(sequence)
+            self._prefilling.append(sequence)
+        return _step(segments)
 
     def _decode_turn(self, decoding: list[Sequence]) -> list[Sequence]:
         """With several stages, a share of the rows, so that the other stages get rows of the other sequences."""

@@ -15,10 +15,11 @@ from rekindle.engine.audit import Audit
 from rekindle.engine.chunks import chunk_end
 from rekindle.engine.drafting import Draft
 from rekindle.engine.forcing import Forcing
-from rekindle.engine.sampler import needs_history
+from rekindle.engine.sampler import has_penalties
 from rekindle.engine.state import Decoding, Ended, Ending, InSlot, Prefilling, State, Waiting, check_transition
+from rekindle.engine.token_counts import TokenCounts
 from rekindle.engine.types import Event, Request, Sampling, Token, TokenLogprob
-from rekindle.grammar.guide import Guide, Mask
+from rekindle.grammar.guide import Guide
 from rekindle.prompt import Boundary, BoundaryKind
 from rekindle.snapshots.types import Stretch
 from rekindle.spec import PAGE
@@ -77,6 +78,7 @@ class Sequence:
     account: Account = field(default_factory=Account)
     draft: Draft = field(default_factory=Draft)
     forcing: Forcing = field(default_factory=Forcing)
+    token_counts: TokenCounts = field(default_factory=TokenCounts)  # for penalties
     guide: Guide | None = None  # through the grammar that the answer keeps to; it stands after the last token
     verifying: bool = False  # a block of drafted tokens is in flight
     cancelled: bool = False  # ends at the next step that finds nothing of it in flight
@@ -115,11 +117,6 @@ class Sequence:
         return self.request.sampling
 
     @property
-    def mask(self) -> Mask | None:
-        """The tokens that may follow the known ones; None: all."""
-        return self.guide.mask if self.guide is not None else None
-
-    @property
     def namespace(self) -> str:
         return self.request.namespace
 
@@ -130,6 +127,11 @@ class Sequence:
     @property
     def scores_prompt(self) -> bool:
         return self.request.prompt_logprobs is not None
+
+    @property
+    def repeats_bits(self) -> bool:
+        """Whether its chunks are alone in their steps: an audit compares them, and scores are those of a cold run."""
+        return self.audit is not None or self.scores_prompt
 
     @property
     def prompt_length(self) -> int:
@@ -149,7 +151,7 @@ class Sequence:
         follows a block in flight is not known: its drafts may be refused."""
         left = self.max_tokens - self.answer_length - self.in_flight
         is_known = self.forcing.is_known(self.in_flight)
-        return left > 0 and not self.verifying and not needs_history(self.sampling) and is_known
+        return left > 0 and not self.verifying and is_known
 
     @property
     def may_draft(self) -> int:
@@ -178,9 +180,9 @@ class Sequence:
 
     @property
     def verifies_unseen(self) -> bool:
-        """Whether a step with it may verify blocks before the host knows their tokens: a grammar has to admit its own,
-        and where one row's draw has penalties, tokens before every row are counted."""
-        return self.guide is None and not needs_history(self.sampling)
+        """Whether a step with it may verify blocks before the host knows their tokens: a grammar has to admit them, and
+        penalties count them."""
+        return self.guide is None and not has_penalties(self.sampling)
 
     def ask(self) -> Ask | None:
         """What it wants of the pipeline's drafter, if anything."""

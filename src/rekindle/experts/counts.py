@@ -137,6 +137,9 @@ class LayerCounter:
         self._copied = torch.cuda.Event() if is_gpu else None
         self._rows = 0  # since the last hand-over
         self._rows_on_the_way = 0
+        # Layers look at their tallies in turn, so that no step has all of their copies and swaps.
+        self._passed = layer * ROUND // len(counts.values)
+        self._is_due = False
 
     @property
     def row(self) -> np.ndarray:
@@ -158,16 +161,18 @@ class LayerCounter:
     def poll(self, rows: int) -> bool:
         """Between forwards: `rows` more rows have passed. True when the counts have just been brought up to date."""
         self._rows += rows
+        rounds, self._passed = (self._passed + rows) // ROUND, (self._passed + rows) % ROUND
+        self._is_due |= rounds > 0
         if self._rows_on_the_way:
             if self._copied is not None and not self._copied.query():
                 return False
             self.counts.add(self.layer, self._host.numpy().astype(np.float64), self._rows_on_the_way)
             self._rows_on_the_way = 0
             return True
-        if self._rows >= ROUND:
+        if self._is_due:
             self._host.copy_(self.tally, non_blocking=True)
             self.tally.zero_()
             if self._copied is not None:
                 self._copied.record()
-            self._rows_on_the_way, self._rows = self._rows, 0
+            self._rows_on_the_way, self._rows, self._is_due = self._rows, 0, False
         return False

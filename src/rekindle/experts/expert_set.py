@@ -89,6 +89,7 @@ class ExpertSet:
     cost: CostModel
     counter: LayerCounter
     swaps: int = 0  # so far
+    may_swap: bool = False  # the counts have changed since experts changed places
     _arriving: _Arrival | None = field(default=None)
 
     @property
@@ -154,12 +155,15 @@ class ExpertSet:
     # Between forwards
 
     def poll(self, rows: int) -> None:
-        """`rows` rows have passed; when the counts say so, a few experts change places."""
+        """`rows` rows have passed; the counts are brought up to date from time to time."""
         self._finish_arrival()
         if self.weights.cpu_experts is not None:
             self.weights.cpu_experts.check()
-        if not self.counter.poll(rows):
-            return
+        self.may_swap |= self.counter.poll(rows)
+
+    def swap_some(self) -> None:
+        """A few experts change places, if the counts say so."""
+        self.may_swap = False
         for goes, comes in choose_swaps(self.counter.row, self.residency.staying):
             self.swap(goes, comes)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rekindle.experts import ExpertSet, RoutedFfn, Unit, units_of
+from rekindle.experts import ROUND, ExpertSet, RoutedFfn, Unit, units_of
 from rekindle.kernels.device_memory import DeviceMemory
 from rekindle.kernels.matmul import Matrix, multiply
 from rekindle.kernels.norm import add, rms_norm
@@ -82,6 +82,9 @@ class ModelSpan:
         replayed step does not run this code, so it is called before a replay."""
         for ffn in self.routed:
             ffn.poll(rows)
+        waiting = [ffn for ffn in self.routed if isinstance(ffn, ExpertSet) and ffn.may_swap]
+        for ffn in waiting[: 1 + rows * len(self.routed) // ROUND]:  # so many that none waits for another round
+            ffn.swap_some()
 
     def enter(self, tokens: Sequence[int] | torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
         """[rows, hidden]: the embedded tokens, or what the stage before sent."""

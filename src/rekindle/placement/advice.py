@@ -27,7 +27,7 @@ def _reasons(placer: Placer, plan: Plan) -> Iterator[str]:
         how = "by memory first, then by speed" if plan.wishes.split is None else "as asked"
         yield f"layers are split {spans}, {how}"
     for candidate, stage in zip(placer.stage_candidates(plan.spans), plan.stages, strict=True):
-        yield _pool_reason(placer, candidate, stage)
+        yield _pool_reason(placer, candidate, stage, plan.wishes.pool)
         yield from _link_reason(placer, stage)
         if stage.cold:
             yield _cold_reason(placer, candidate, stage, plan.spans)
@@ -55,7 +55,8 @@ def _snapshot_reason(plan: Plan) -> Iterator[str]:
         )
 
 
-def _pool_reason(placer: Placer, candidate: StageCandidate, stage: StagePlan) -> str:
+def _pool_reason(placer: Placer, candidate: StageCandidate, stage: StagePlan, pool: int | None) -> str:
+    """pool: tokens that were asked for."""
     name, tokens = stage.device.name, f"{stage.pool_tokens:,} tokens"
     if not stage.page_bytes:
         return f"{name}: no attention layer, so no KV"
@@ -65,7 +66,9 @@ def _pool_reason(placer: Placer, candidate: StageCandidate, stage: StagePlan) ->
         tokens += f" (the largest power of two that fits{_for_the_next_start(placer)})"
     more = gib((stage.full_pages - stage.pool_pages) * stage.page_bytes)
     hot = hot_with_full_kv(placer, candidate)
-    asked = ", as asked" if placer.wishes.pool is not None else ""
+    asked = ", as asked" if pool is not None else ""
+    if pool is not None and stage.pool_pages < min(stage.full_pages, pages_for(pool)):
+        return f"{name}: pool of {tokens}, the most that fits of the {pool:,} asked for"
     if hot is None and asked:
         return f"{name}: pool of {tokens}{asked}; full KV would not fit"
     if hot is None:

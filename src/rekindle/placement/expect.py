@@ -2,12 +2,13 @@
 
 A step of one sequence reads every weight that its token needs once, and the KV of its context: on the device at the
 speed of its memory, beyond the pool and for cold experts over the link. KV that outgrows the pool has got the slots of
-the coldest experts by then (lending.py). Every layer costs a fixed time beside that. The
-shares below were fitted to the figures of an H200 in docs/bench.md, and a test holds them to those.
+the coldest experts by then (lending.py). Every layer costs a fixed time beside that. The shares below were fitted to
+the figures of an H200 in docs/bench.md, and a test holds them to those.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rekindle.placement.lending import lendable_pages, lent_slots
@@ -19,9 +20,11 @@ LAYER_SECONDS = 24.5e-6  # of every layer, whatever it reads: launches, norms, t
 WEIGHTS_SHARE = 0.84  # of a card's memory speed, at which the weights of one row come …
 BATCH_SHARE = 0.38  # … and those of 2 to 16 rows: the products take longer than the bytes
 KV_SHARE = 0.75  # of a card's memory speed, at which attention reads pages
-LINK_SHARE = 0.81  # of a link's nominal speed, at which pages and experts come over it
+LINK_SHARE = 0.81  # of a link's nominal speed, at which pages come over it …
+EXPERT_SHARE = 0.65  # … and the first missing expert of a layer
+HELPED = 0.45  # of that time, for every further one: CPU threads compute some of them meanwhile
 MOST_ROWS = 16  # that were fitted: a dense model is slower with more
-SHOWN = (0, 32_768, 65_536)  # contexts that are shown beside the limit
+SHOWN = (0, 8_192, 32_768, 65_536)  # contexts that are shown beside the limit
 
 
 def expected(plan: Plan, sizes: Sizes, context: int, sequences: int = 1) -> ExpectedSpeed | None:
@@ -67,7 +70,8 @@ class _Step:
         assert rates is not None, "asked only where they are known"
         weights = rates.memory * (WEIGHTS_SHARE if self.rows == 1 else BATCH_SHARE)
         here = self.weight_bytes / weights + self._kv_here / (rates.memory * KV_SHARE)
-        return len(self.stage.span) * LAYER_SECONDS + here + self.link_bytes / (rates.link * LINK_SHARE)
+        away = self._kv_away / (rates.link * LINK_SHARE) + self._waited_for / (rates.link * EXPERT_SHARE)
+        return len(self.stage.span) * LAYER_SECONDS + here + away
 
     @property
     def weight_bytes(self) -> float:
@@ -124,14 +128,27 @@ class _Step:
 
     @property
     def _missing(self) -> float:
-        """Cold experts that a step asks for and the expert cache does not hold."""
-        stage, missing = self.stage, 0.0
+        """Bytes of cold experts that a step asks for and the expert cache does not hold."""
+        return sum(count * layer.expert for layer, count in self._missing_of_layers())
+
+    @property
+    def _waited_for(self) -> float:
+        """The same, in bytes whose time over the link is as long as the step waits."""
+        total = 0.0
+        for layer, count in self._missing_of_layers():
+            asked = self._asked(layer.experts)
+            first = 1 - (1 - min(1.0, count / asked)) ** asked  # how likely any is missing
+            total += (first + HELPED * (count - first)) * layer.expert
+        return total
+
+    def _missing_of_layers(self) -> Iterator[tuple[LayerSizes, float]]:
+        """Layers with experts, and how many of them a step asks for and does not find."""
+        stage = self.stage
         lent = self.lent or (0.0,) * len(stage.hot)
         for i, (layer, hot, cached) in enumerate(zip(self._layers(), stage.hot, stage.expert_cache_slots, strict=True)):
             if layer.experts:
                 here = min(layer.experts, len(hot) + cached - lent[i])
-                missing += self._absent(stage.span.start + i, layer.experts, here) * layer.expert
-        return missing
+                yield layer, self._absent(stage.span.start + i, layer.experts, here)
 
     def _absent(self, index: int, experts: int, here: float) -> float:
         """Different experts of a layer that the rows use, if the `here` most used ones are on the device."""

@@ -159,7 +159,9 @@ def moved_bytes(plan: Plan, sizes: Sizes, index: int, device: Device) -> int:
     stage, there = plan.stages[index], sizes.on(device)
     weights = Weigher(plan.spec, there).weigh(stage.span)
     first, last = index == 0, index == len(plan.stages) - 1
-    fixed = sum(item.bytes for item in fixed_items(plan.spec, there, plan.wishes, device, weights, first, last))
+    tapped = plan.wishes.tapped(stage.span)
+    items = fixed_items(plan.spec, there, plan.wishes, device, weights, first, last, tapped)
+    fixed = sum(item.bytes for item in items)
     planned = sum(map(stage.bytes_of, ("hot experts", "expert staging", "expert cache")))
     experts = planned if stage.cold and not device.is_cpu else weights.experts
     return smallest_budget(fixed + experts + stage.pool_pages * stage.page_bytes)

@@ -8,10 +8,11 @@ from rekindle.buffers import SLAB_BYTES
 from rekindle.placement.levels import largest
 from rekindle.placement.reserve import KEYED_PAGES, LOOKUP_BYTES, STAGING_SLABS, chooses_by_keys, pins_ram, stock_bytes
 from rekindle.placement.stage import StageCandidate, StagePlanner
-from rekindle.placement.types import CAPTURES, SNAPSHOTS, Device, Item, Plan, StagePlan, pages_for
+from rekindle.placement.types import CAPTURES, KEPT, SNAPSHOTS, Device, Item, Plan, StagePlan, pages_for
 from rekindle.spec import PAGE
 
 CONVERSATIONS = 2  # at the context limit, whose snapshots come before pages for further sequences
+KEPT_PART = 4  # copies that only kept slots hold may take this part of what snapshots get, beside it
 SNAPSHOT_PART = 2  # snapshots get this part of the RAM that nothing else wants; the rest is the machine's
 
 
@@ -27,7 +28,8 @@ class Ram:
         """Stages with the pools that RAM has room for; None where even the smallest do not fit.
 
         One sequence at the context limit comes first, then snapshots (as many bytes as asked for, or those of
-        CONVERSATIONS), then pages for more sequences; what is then left is shared with snapshots.
+        CONVERSATIONS) and copies of kept slots, then pages for more sequences; what is then left is shared with
+        snapshots.
         """
         least, full = self._planner.least, self._wishes.full_pages
         if any(stage.device.budget < stage.least_budget for stage in candidates):
@@ -56,9 +58,9 @@ class Ram:
         return device.host and device.budget == self.size
 
     def apart(self, ram: int) -> int:
-        """RAM that is wanted for captures and snapshots before further pages."""
+        """RAM that is wanted for captures, snapshots and copies of kept slots before further pages."""
         gpus = sum(pins_ram(device) for device in self._machine.devices)
-        return self._wanted() + stock_bytes(ram, gpus, ram)
+        return self._wanted() + self._wanted() // KEPT_PART + stock_bytes(ram, gpus, ram)
 
     def _wanted(self) -> int:
         """RAM for snapshots that comes before further pages."""
@@ -118,15 +120,19 @@ class Ram:
         gpus = sum(pins_ram(stage.device) for stage in stages)
         stock = stock_bytes(self.size, gpus, left - least)
         snapshots = min(self._wanted(), left - stock - least)
-        room, most = left - stock - snapshots, self._most_live(stages)
+        kept = min(snapshots // KEPT_PART, left - stock - least - snapshots)
+        room, most = left - stock - snapshots - kept, self._most_live(stages)
         live = largest(longest, most, lambda pages: self.live_bytes(stages, pages) <= room)
         if self._wishes.cache_ram is None:
-            snapshots = max(snapshots, (left - stock - self.live_bytes(stages, live)) // SNAPSHOT_PART)
+            rest = left - stock - self.live_bytes(stages, live)
+            snapshots = max(snapshots, rest // SNAPSHOT_PART)
+            kept = min(snapshots // KEPT_PART, rest - snapshots)
         items += [
             Item("pinned stock", stock),
             Item("evicted KV pages", evicted_bytes(stages, live)),
             Item("draft index", self._index_bytes(live)),
             Item(SNAPSHOTS, snapshots),
+            Item(KEPT, kept),
         ]
         slabs = stock // SLAB_BYTES // max(1, gpus)
         placed = tuple(_with_host(stage, live, slabs) for stage in stages)

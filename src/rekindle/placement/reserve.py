@@ -119,9 +119,17 @@ def staging_bytes(layers: dict[int, LayerSizes]) -> int:
 
 
 def fixed_items(
-    spec: ModelSpec, sizes: Sizes, wishes: Wishes, device: Device, weights: SpanWeights, first: bool, last: bool
+    spec: ModelSpec,
+    sizes: Sizes,
+    wishes: Wishes,
+    device: Device,
+    weights: SpanWeights,
+    first: bool,
+    last: bool,
+    tapped: int,
 ) -> list[Item]:
-    """Weights that are always on the device, state, and work memory; without margin, experts and pool."""
+    """Weights that are always on the device, state, and work memory; without margin, experts and pool. tapped: layers
+    of the stage that a drafter reads."""
     return [
         Item("embedding", 0 if device.is_cpu else sizes.embedding_of(first, last)),  # a CPU has it as stored, in RAM
         Item("mixers", weights.mixers),
@@ -129,10 +137,18 @@ def fixed_items(
         Item("routers and shared experts", weights.shared),
         Item("final norm", sizes.norms if last else 0),
         Item("head", sizes.head if last else 0),
-        Item("drafter", wishes.drafter_bytes if last else 0),
+        Item("drafter", wishes.drafter_bytes if last else 0),  # with all features beside it, where there is one
+        Item("features", 0 if last and wishes.drafter_bytes else tapped * _tap_bytes(spec, wishes, device)),
         *_state_items(wishes, device, weights.state),
         *_work_items(spec, sizes, wishes, device, weights.state, last),
     ]
+
+
+def _tap_bytes(spec: ModelSpec, wishes: Wishes, device: Device) -> int:
+    """Of one tapped layer: what leaves it in a chunk, the rows of it that are sent on, and on a GPU a buffer that all
+    recorded steps write."""
+    rows = 2 * wishes.chunk + (0 if device.is_cpu else RECORDED_ROWS)
+    return rows * spec.hidden * wishes.compute_bytes
 
 
 def _state_items(wishes: Wishes, device: Device, mixers: SpanMixers) -> list[Item]:
@@ -162,7 +178,8 @@ def _work_items(
         Item("page staging", 2 * STAGED_PAGES * widest_page if gpu else 0),
         Item("page keys", keys if chooses_by_keys(wishes) else 0),
         Item("activations", rows * _row_bytes(spec, wishes.compute_bytes)),
-        Item("logits", 2 * decode_rows * spec.vocab * F32 if last else 0),  # logits, and the sampler's copy
+        # logits, the sampler's copy, and what penalties count of each sequence
+        Item("logits", (2 * decode_rows + wishes.sequences) * spec.vocab * F32 if last else 0),
         Item("expand scratch", expanded_values(sizes) * wishes.compute_bytes),
         *(Item(name, size) for name, size in mixers.work_bytes(rows, decode_rows).items()),
         Item("recorded steps", _recorded_bytes(spec, wishes, mixers) if gpu else 0),

@@ -86,14 +86,15 @@ SPECS = {
 }
 
 
+USUAL_MIX = "Q4_K_M"  # that most people run, and `--shape` stands for
 NAMES = {"qwen3.6-27b": "27B", "qwen3.6-35b-a3b": "35B-A3B"}  # as `--shape` calls them
 
 
 def shape_named(name: str) -> tuple[ModelSpec, Sizes]:
-    """In the mix that most people run, Q4_K_M."""
+    """In the usual mix."""
     if name not in NAMES:
         raise BadConfig(f"--shape: {name!r} is not known; known are {', '.join(NAMES)}")
-    return known_shapes(NAMES[name], "Q4_K_M")
+    return known_shapes(NAMES[name], USUAL_MIX)
 
 
 def known_shapes(model: str, mix: str) -> tuple[ModelSpec, Sizes]:

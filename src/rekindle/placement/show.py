@@ -34,7 +34,7 @@ LEGEND: tuple[tuple[str, str, frozenset[str]], ...] = (
             }
         ),
     ),
-    ("D", "drafter", frozenset({"drafter"})),
+    ("D", "drafter", frozenset({"drafter", "features"})),
     (
         "A",
         "work memory",

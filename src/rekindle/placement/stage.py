@@ -114,11 +114,11 @@ class StagePlanner:
         self._weighers = [Weigher(spec, sizes.on(device)) for device in machine.devices]
         self._asked, self._asked_order = set[int](), self.order  # layers asked for last, and their order
         self._spaces: dict[tuple[int, int, int], Space] = {}  # by device and span
-        self._non_weights: dict[tuple[int, SpanMixers], NonWeightBytes] = {}  # by device and mixers
+        self._non_weights: dict[tuple[int, SpanMixers, int], NonWeightBytes] = {}  # by device, mixers and taps
 
     def stage_candidate(self, index: int, span: Span) -> StageCandidate:
         device, weights = self.machine.devices[index], self._weighers[index].weigh(span)
-        fixed = self._fixed(index, weights)
+        fixed = self._fixed(index, weights, self.wishes.tapped(span))
         routed = expert_layers(self.sizes.on(device), span)
         if device.is_cpu:  # RAM is where cold experts would be, so there all of them are hot
             fixed, routed = [*fixed, Item("hot experts", weights.experts)], {}
@@ -153,7 +153,7 @@ class StagePlanner:
             device, weights = self.machine.devices[index], self._weighers[index].weigh(span)
             staging = 0 if device.is_cpu else staging_bytes(expert_layers(self.sizes.on(device), span))
             taken = weights.mixers + weights.dense + weights.shared + (weights.experts if device.is_cpu else 0)
-            others = self._non_weight(index, weights.state)
+            others = self._non_weight(index, weights.state, self.wishes.tapped(span))
             room = device.budget - margin(device.budget) - taken - others.fixed
             found = Space(room, others.page, staging, self.least * others.page + staging)
             self._spaces[index, span.start, span.stop] = found
@@ -208,15 +208,15 @@ class StagePlanner:
         lendable = lendable_slots(self.wishes, layers, list(map(len, hot)), self.spec.ffn.used, page_bytes, pages)
         return lendable if any(lendable) else ()
 
-    def _fixed(self, index: int, weights: SpanWeights) -> list[Item]:
+    def _fixed(self, index: int, weights: SpanWeights, tapped: int) -> list[Item]:
         device, first, last = self.machine.devices[index], index == 0, index == len(self.machine.devices) - 1
-        return fixed_items(self.spec, self.sizes.on(device), self.wishes, device, weights, first, last)
+        return fixed_items(self.spec, self.sizes.on(device), self.wishes, device, weights, first, last, tapped)
 
-    def _non_weight(self, index: int, mixers: SpanMixers) -> NonWeightBytes:
+    def _non_weight(self, index: int, mixers: SpanMixers, tapped: int) -> NonWeightBytes:
         """For layers with such mixers. Kept: most spans of a model have equal numbers of each."""
-        key = (index, mixers)
+        key = (index, mixers, tapped)
         if key not in self._non_weights:
-            fixed = sum(item.bytes for item in self._fixed(index, SpanWeights(0, 0, 0, 0, mixers)))
+            fixed = sum(item.bytes for item in self._fixed(index, SpanWeights(0, 0, 0, 0, mixers), tapped))
             self._non_weights[key] = NonWeightBytes(fixed, mixers.page_bytes(self.wishes.kv_type))
         return self._non_weights[key]
 

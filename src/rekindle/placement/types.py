@@ -17,7 +17,8 @@ KV_POLICIES = ("qk", "lru")
 # Page tables have room for this many tokens per slot whatever the limit, so that a higher limit costs nothing.
 LONGEST_CONTEXT = 1 << 20
 
-SNAPSHOTS = "snapshots in RAM"  # an item that the runtime reads back
+SNAPSHOTS = "snapshots in RAM"  # an item that the runtime reads back …
+KEPT = "copies of kept slots"  # … and so is this
 CAPTURES = "captures in flight"
 
 
@@ -127,6 +128,7 @@ class Wishes:
     lends: bool = False  # KV that outgrows the pool gets the slots of the coldest experts
     drafter_bytes: int = 0  # the drafter's weights and its own state, where it lives beside the head …
     drafter_ram: int = 0  # … and where it lives in the RAM of this process, since the head is in another
+    taps: tuple[int, ...] = ()  # layers whose outputs it reads, wherever they lie
     drafter_context: int = 0  # bytes of its state of one sequence at most, a part of every snapshot
     split: tuple[float, ...] | None = None  # ints are layer counts, floats are weights
     expert_cache_share: float = 1 / 16  # of a layer's experts, as spare slots that follow the routing
@@ -162,6 +164,10 @@ class Wishes:
 
     def snapshot_bytes(self, spec: ModelSpec) -> SnapshotBytes:
         return snapshot_bytes(spec, self.kv_type, self.drafter_context)
+
+    def tapped(self, span: Span) -> int:
+        """Layers of the span that a drafter reads."""
+        return sum(layer in span for layer in self.taps)
 
     @property
     def full_pages(self) -> int:
@@ -297,7 +303,15 @@ class Plan:
     @property
     def snapshot_ram(self) -> int:
         """RAM that the snapshots may take: what was asked for, or what there is."""
-        return sum(item.bytes for item in self.host_items if item.name == SNAPSHOTS)
+        return self._host_bytes(SNAPSHOTS)
+
+    @property
+    def kept_ram(self) -> int:
+        """RAM for pages that kept slots hold on the devices, and whose snapshots may have left the RAM tier."""
+        return self._host_bytes(KEPT)
+
+    def _host_bytes(self, name: str) -> int:
+        return sum(item.bytes for item in self.host_items if item.name == name)
 
     @property
     def host_left(self) -> int:

@@ -6,6 +6,7 @@ padding lies in segments of its own, on a slot and a page that no other segment 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -26,6 +27,8 @@ LONGEST_BLOCK = PAGE  # rows of a block that is verified as a recorded step
 LONGEST_OF_SEVERAL = 16  # rows of each of several blocks that are verified in one recorded step
 CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, RECORDED_ROWS)  # rows of recorded chunks
 LONGEST_CHUNK = CHUNKS[-1]  # with more rows the device has enough to do while the host launches
+SHARED = 512  # rows of each of several prompts' chunks that share a recorded step …
+SHARERS = {2: (256, 512, 1024), 4: (256, 512, 1024, RECORDED_ROWS)}  # … and rows of such steps, by how many may share
 NARROW = 128  # pages of all rows' tables together, up to which attention has a program for each
 
 T = TypeVar("T", np.ndarray, torch.Tensor)
@@ -65,19 +68,31 @@ class GraphShape:
 
     def padded(self, widest: int = 0) -> GraphShape | None:
         """The shape of the recorded step that serves this one: decode rows, a block to verify, or, where it is known
-        how wide tables become, a short chunk. None: none does."""
+        how wide tables become, a chunk, or the short chunks of several prompts. None: none does."""
         rows = round_up(self.rows)
         width = round_width(self.width, widest, rows)
         if self.rows == len(self.lengths) and not self.rewindable:
             return replace(self, lengths=(1,) * rows, rows=rows, width=width)
-        if len(self.lengths) > 1:
-            return self._padded_blocks(widest) if self.rewindable else None
         if self.rewindable:
+            if len(self.lengths) > 1:
+                return self._padded_blocks(widest)
             return replace(self, lengths=(rows, 0), rows=rows, width=width) if rows <= LONGEST_BLOCK else None
-        plain = not (self.notes or self.far or self.coming)
-        if not plain or self.width > widest or self.rows > LONGEST_CHUNK:
+        if self.notes or self.far or self.coming or self.width > widest:
             return None
-        return chunk_shape(self.rows, widest, self.groups)
+        if len(self.lengths) > 1:
+            return self._padded_chunks(widest)
+        return chunk_shape(self.rows, widest, self.groups) if self.rows <= LONGEST_CHUNK else None
+
+    def _padded_chunks(self, widest: int) -> GraphShape | None:
+        """Chunks of several prompts; segments that none of them takes are padding, of a row at least."""
+        if max(self.lengths) > SHARED:
+            return None
+        count = len(self.lengths)
+        for sharers, sizes in SHARERS.items():
+            rows = next((size for size in sizes if size >= self.rows + max(0, sharers - count)), None)
+            if count <= sharers and rows is not None:
+                return shared_shape(sharers, rows, widest, self.groups)
+        return None
 
     def _padded_blocks(self, widest: int) -> GraphShape | None:
         """Blocks of several sequences, each of up to as many rows as the longest, rounded up. Whatever is left behind
@@ -92,8 +107,8 @@ class GraphShape:
 
     @property
     def is_chunk(self) -> bool:
-        """A recorded chunk: one segment that wants the logits of its last row at most, and padding."""
-        return len(self.lengths) == 2 and self.lengths[1] == 0 and not self.rewindable
+        """A recorded chunk, or several: segments that want the logits of their last rows at most, and padding."""
+        return self.lengths[-1] == 0 and not self.rewindable
 
     @property
     def has_blocks(self) -> bool:
@@ -224,9 +239,14 @@ def chunk_shape(rows: int, widest: int, groups: int = 1) -> GraphShape:
     return GraphShape((rows, 0), rows, widest, rewindable=False, notes=False, groups=groups)
 
 
+def shared_shape(sharers: int, rows: int, widest: int, groups: int = 1) -> GraphShape:
+    """Of the recorded step that serves chunks of up to so many prompts."""
+    return GraphShape((*(min(SHARED, rows),) * sharers, 0), rows, widest, False, notes=False, groups=groups)
+
+
 def recorded_shapes(slots: int, widest: int, chunk: int, groups: int = 1, block: int = 0) -> list[GraphShape]:
     """What a stage records before its first request: decode rows over every width, blocks of one sequence of up to
-    `block` rows, and chunks of up to `chunk` rows."""
+    `block` rows, and chunks of up to `chunk` rows, shortest first, of one prompt and of several."""
     decode = [
         GraphShape((1,) * rows, rows, width, False, notes=False, groups=groups)
         for rows, width in _sizes(1, slots, widest)
@@ -237,7 +257,13 @@ def recorded_shapes(slots: int, widest: int, chunk: int, groups: int = 1, block:
     ]
     longest = min(max(chunk, 2), LONGEST_CHUNK)
     chunks = dict.fromkeys(chunk_shape(rows, widest, groups) for rows in (*CHUNKS, longest) if rows <= longest)
-    return [*decode, *blocks, *chunks]
+    shared = [
+        shared_shape(sharers, rows, widest, groups)
+        for sharers, sizes in SHARERS.items()
+        for rows in sizes[: bisect_right(sizes, longest) + 1]  # padding may ask for the next size
+        if sharers // 2 < slots
+    ]
+    return [*decode, *blocks, *sorted((*chunks, *shared), key=lambda shape: shape.rows)]
 
 
 def _sizes(least: int, most: int, widest: int) -> dict[tuple[int, int], None]:

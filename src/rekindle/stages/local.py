@@ -12,6 +12,7 @@ from rekindle.batch import Batch
 from rekindle.buffers import STOCK
 from rekindle.kernels import native
 from rekindle.kernels.device_memory import DeviceMemory
+from rekindle.kernels.first_launches import counting_first_launches
 from rekindle.kernels.matmul.scratch import Scratch, expanding_into
 from rekindle.layers import ModelSpan, PagedKv
 from rekindle.layers.base import page_shapes
@@ -30,7 +31,10 @@ from rekindle.stages.trade import Trade
 from rekindle.stages.types import PageCount, PendingTokens, StageOutput
 
 Outputs = Sequence[torch.Tensor] | torch.Tensor | None  # [rows, hidden] of every tap, apart or in one tensor
-WORK = ("step:recorded", "step:eager", "experts:cache", "experts:cache and cpu", "experts:stream", "experts:host")
+WORK = (
+    "step:recorded", "step:eager", "kernels:compiled", "kernels:loaded",
+    "experts:cache", "experts:cache and cpu", "experts:stream", "experts:host",
+)  # fmt: skip
 
 
 class LocalStage:
@@ -155,7 +159,11 @@ class LocalStage:
     def _on_device(self) -> Iterator[None]:
         """Kernels and streams belong to the current device, and every thread begins on the first one."""
         gpu = self.model.device.type == "cuda"
-        with torch.cuda.device(self.model.device) if gpu else nullcontext(), expanding_into(self.scratch):
+        with (
+            torch.cuda.device(self.model.device) if gpu else nullcontext(),
+            expanding_into(self.scratch),
+            counting_first_launches(self._work) if gpu else nullcontext(),
+        ):
             yield
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.spec import PAGE
-from rekindle.stages.layout import LONGEST_CHUNK, round_up
+from rekindle.stages.layout import LONGEST_CHUNK, SHARERS, round_up
 from rekindle.stages.local import LocalStage
 
 # Rows of a chunk: on both sides of every number at which some kernel takes another form.
@@ -30,6 +30,9 @@ def run_step_shapes(stage: LocalStage) -> Iterator[str]:
     for rows in CHUNKS[1:]:
         yield _chunk(stage, rows)
     yield _later_chunks(stage)
+    for sharers, sizes in SHARERS.items():
+        if sharers // 2 < stage.slots:
+            yield from (_shared_chunks(stage, min(sharers, stage.slots), rows) for rows in sizes)
     for rows in range(2, stage.slots + 1):
         if rows == round_up(rows):
             yield _decode(stage, rows)
@@ -67,6 +70,12 @@ def _later_chunks(stage: LocalStage) -> str:
         position += rows
     stage.close(0)
     return f"chunks after {LONG} positions"
+
+
+def _shared_chunks(stage: LocalStage, sharers: int, rows: int) -> str:
+    _forward(stage, *(Segment(slot, 0, (0,) * (rows // sharers), Wanted.LAST) for slot in range(sharers)))
+    _close(stage, sharers)
+    return f"chunks of {sharers} prompts, {rows} rows together"
 
 
 def _decode(stage: LocalStage, rows: int, position: int = 0) -> str:

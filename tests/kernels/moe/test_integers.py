@@ -137,7 +137,7 @@ def test_rows_between_pairs_and_groups_take_this_way(monkeypatch: pytest.MonkeyP
     ways = {
         "pairs": (tensor_core, "by_pair"),
         "integers": (fast, "by_integers"),
-        "groups": (fast, "by_group_on_tensor_cores"),
+        "groups": (fast, "by_group_along_outputs"),
     }
     for name, (module, function) in ways.items():
         monkeypatch.setattr(module, function, lambda *_, name=name: taken.append(name))

@@ -73,14 +73,27 @@ def test_a_draw_depends_on_its_own_row_alone():
         assert together[i] == alone[0]
 
 
+def _counts(prompt: list[int], answer: list[int], vocab: int) -> torch.Tensor:
+    counts = torch.zeros(vocab, dtype=torch.int32)
+    counts[prompt] = sampling.IN_PROMPT
+    sampling.count_tokens(counts, answer)
+    return counts
+
+
 def test_penalties_count_what_they_say():
-    logits = torch.tensor([[2.0, -2.0, 2.0, 1.0]])
-    prompt = sampling.count_tokens([[0, 1]], 4, "cpu")
-    answer = sampling.count_tokens([[2, 2]], 4, "cpu")
-    one = torch.ones(1)
-    out = sampling.apply_penalties(logits, prompt, answer, 0.5 * one, 0.25 * one, 2 * one)
-    assert out.tolist() == [[1.0, -4.0, 1.0 - 0.5 - 0.5, 1.0]]
-    assert torch.equal(sampling.apply_penalties(logits, prompt, answer, 0 * one, 0 * one, one), logits)
+    logits = torch.tensor([[2.0, -2.0, 2.0, 1.0], [2.0, -2.0, 2.0, 1.0]])
+    counts = _counts([0, 1], [2], 4)
+    out = sampling.penalise(logits, [sampling.Penalty(counts, [2], 0.5, 0.25, 2.0), None])
+    assert out.tolist() == [[1.0, -4.0, 1.0 - 0.5 - 0.5, 1.0], [2.0, -2.0, 2.0, 1.0]]
+    assert counts.tolist() == _counts([0, 1], [2], 4).tolist(), "drafted tokens are not counted for good"
+    assert torch.equal(sampling.penalise(logits, [sampling.Penalty(counts, [2], 0.0, 0.0, 1.0)] * 2), logits)
+
+
+def test_what_was_drawn_is_counted_in_the_rows_that_count():
+    first, last = _counts([1], [], 4), _counts([], [3], 4)
+    sampling.count_drawn(torch.tensor([1, 2, -1]), [first, None, last])
+    assert first.tolist() == _counts([1], [1], 4).tolist()
+    assert last.tolist() == _counts([], [3], 4).tolist(), "-1 is no token"
 
 
 def test_bias_is_added_where_it_was_asked():

@@ -128,3 +128,37 @@ def test_masks_agree(rows, words):
     found, expected = triton.keep_allowed(logits, masks, rows), naive.keep_allowed(logits, masks, rows)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert expected[2, 7].isnan()
+
+
+def test_penalties_agree_over_several_parts_and_rows_of_a_view():
+    torch.manual_seed(3)
+    vocab = triton.PART + 300
+    logits = torch.randn(3, vocab + 5)[:, :vocab]
+    counts = torch.randint(0, 4, (2, vocab), dtype=torch.int32) * (torch.rand(2, vocab) < 0.1)
+    counts[:, ::7] |= naive.IN_PROMPT
+    penalties = [
+        naive.Penalty(counts[0].int(), [5, 5, vocab - 1], 0.5, 0.25, 1.3),
+        None,
+        naive.Penalty(counts[1].int(), [], -0.5, 0.125, 0.8),
+    ]
+    by_definition = [row.cpu() for row in naive.penalise(logits.cpu(), [_on_cpu(penalty) for penalty in penalties])]
+    for row, wanted in zip(triton.penalise(logits, penalties), by_definition, strict=True):
+        torch.testing.assert_close(row.cpu(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def _on_cpu(penalty: naive.Penalty | None) -> naive.Penalty | None:
+    return None if penalty is None else penalty._replace(counts=penalty.counts.cpu())
+
+
+def test_what_was_drawn_is_counted_where_it_lies():
+    counts = torch.zeros(2, 40, dtype=torch.int32)
+    triton.count_drawn(torch.tensor([7, 3, -1]), [counts[0], None, counts[1]])
+    triton.count_drawn(torch.tensor([7, 39]), [counts[0], counts[1]])
+    assert counts.nonzero().tolist() == [[0, 7], [1, 39]] and counts[0, 7] == 2
+
+
+def test_a_mask_may_take_the_memory_of_its_logits():
+    logits = torch.randn(2, 70)
+    mask = torch.full((1, 3), 5, dtype=torch.int32, device="cpu")
+    wanted = triton.keep_allowed(logits, mask, [1])
+    assert triton.keep_allowed(logits, mask, [1], own=True) is logits and torch.equal(logits, wanted)

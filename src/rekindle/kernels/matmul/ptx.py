@@ -102,6 +102,49 @@ def load_one(p):
 
 
 @triton.jit
+def store_word(p, bits, live):
+    """4 bytes at p, where live; the result is of no use. A plain store of several elements per thread could bring its
+    own order of threads, and so touch two to four times the sectors."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred go;
+            setp.ne.b32 go, $3, 0;
+            @go st.global.b32 [$1], $2;
+            mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r,r",
+        [p.to(tl.int64), bits, live.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def store_half(p, bits, live):
+    """As `store_word`, for the lower 2 bytes."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred go;
+            .reg .b16 low;
+            setp.ne.b32 go, $3, 0;
+            cvt.u16.u32 low, $2;
+            @go st.global.b16 [$1], low;
+            mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r,r",
+        [p.to(tl.int64), bits, live.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def lifted_nibbles(word):
     """Nibbles f = 0 … 3 of both halves of a word as pairs of bfloat16 128 + nibble."""
     return tl.inline_asm_elementwise(
@@ -145,6 +188,33 @@ def byte_as_float(word, k: tl.constexpr):
         pack=1,
     )
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_two_parts(low, high):
+    """Two float32 numbers as pairs of bfloat16: what is nearest to them, and what is nearest to the rest."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 a, b;
+            .reg .f32 x, y;
+            cvt.rn.bf16x2.f32 a, $3, $2;
+            shl.b32 b, a, 16;
+            mov.b32 x, b;
+            and.b32 b, a, 0xFFFF0000;
+            mov.b32 y, b;
+            sub.f32 x, $2, x;
+            sub.f32 y, $3, y;
+            mov.b32 $0, a;
+            cvt.rn.bf16x2.f32 $1, y, x;
+        }
+        """,
+        "=&r,=&r,f,f",
+        [low, high],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -13,13 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rekindle.kernels.device import pdl_arguments
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _group_kernel(ids, order, starts, pairs, B: tl.constexpr, PDL: tl.constexpr):
+@triton.jit
+def place_pairs(ids, order, starts, pairs, e, experts, B: tl.constexpr):
     """Pairs of one expert, in their order, behind those of lower experts; starts[e] is where they begin."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    e, experts = tl.program_id(0), tl.num_programs(0) - 1
     start = tl.zeros([], tl.int32)
     for at in range(0, pairs, B):
         o = at + tl.arange(0, B)
@@ -31,6 +27,14 @@ def _group_kernel(ids, order, starts, pairs, B: tl.constexpr, PDL: tl.constexpr)
             mine = (tl.load(ids + o, o < pairs, other=-1) == e).to(tl.int32)
             tl.store(order + start + tl.cumsum(mine, 0) - 1, o, mine == 1)
             start += tl.sum(mine, 0)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _group_kernel(ids, order, starts, pairs, B: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    place_pairs(ids, order, starts, pairs, tl.program_id(0), tl.num_programs(0) - 1, B)
 
 
 def group(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:

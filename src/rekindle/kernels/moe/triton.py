@@ -20,7 +20,7 @@ from rekindle.kernels import matmul
 from rekindle.kernels.device import pdl_arguments
 from rekindle.kernels.matmul.triton import uses_tensor_cores
 from rekindle.kernels.matmul.types import Packed
-from rekindle.kernels.moe import groups, integers, pairs, tensor_core
+from rekindle.kernels.moe import along_outputs, groups, integers, pairs, tensor_core
 from rekindle.kernels.moe.cold import Missing
 from rekindle.kernels.moe.grouping import group
 from rekindle.kernels.moe.types import ExpertStack, SharedExpert
@@ -30,7 +30,9 @@ Three = tuple[Packed, Packed, Packed]
 FEW_ROWS = 4  # up to here every pair reads its own weights
 TENSOR_CORE_PAIR_ROWS = 8  # the same, on tensor cores
 INTEGER_ROWS = 32  # up to here most experts have a pair or two
-BESIDE_ROWS = 64  # up to here the shared expert runs in the launches of the others
+ALONG_ROWS = 2048  # from INTEGER_ROWS up to here warps stand along the outputs
+BESIDE_ROWS = 64  # up to here the shared expert runs in the launches of the others …
+ALONG_BESIDE_ROWS = 256  # … whose warps stand along the outputs
 TENSOR_CORE_GROUP_ROWS = 512
 MANY_ROWS = 3072  # from here on experts are expanded
 
@@ -41,6 +43,7 @@ class ExpertKernel(StrEnum):
     TENSOR_CORE_PAIRS = "tensor_core.by_pair"
     PAIRS = "pairs.by_pair"
     INTEGERS = "integers.run_experts"
+    ALONG_OUTPUTS = "along_outputs.grouped_shares"
     TENSOR_CORE_GROUPS = "tensor_core.grouped_shares"
     GROUPS = "groups.run_grouped"
     EXPANDED_GROUPS = "groups.run_grouped, expanded"
@@ -61,8 +64,12 @@ def choose(rows: int, alike: bool, tensor_cores: bool, shared: Shared) -> Expert
     by_pair = alike and rows <= (TENSOR_CORE_PAIR_ROWS if on_tensor_cores else FEW_ROWS)
     if by_pair and shared is not Shared.APART:
         return ExpertKernel.TENSOR_CORE_PAIRS if on_tensor_cores and shared is not Shared.PAIR else ExpertKernel.PAIRS
+    if on_tensor_cores and rows <= INTEGER_ROWS:
+        return ExpertKernel.INTEGERS
+    if on_tensor_cores and rows <= ALONG_ROWS:
+        return ExpertKernel.ALONG_OUTPUTS
     if on_tensor_cores and rows <= TENSOR_CORE_GROUP_ROWS:
-        return ExpertKernel.INTEGERS if rows <= INTEGER_ROWS else ExpertKernel.TENSOR_CORE_GROUPS
+        return ExpertKernel.TENSOR_CORE_GROUPS
     return ExpertKernel.EXPANDED_GROUPS if rows >= MANY_ROWS else ExpertKernel.GROUPS
 
 
@@ -99,6 +106,8 @@ def moe(
         return run(h, ids, weights, *planes, gate.rows, _as_pair(shared, gate.rows))
     if kernel is ExpertKernel.INTEGERS:
         return by_integers(h, ids, weights, gate, up, down, shared)
+    if kernel is ExpertKernel.ALONG_OUTPUTS:
+        return by_group_along_outputs(h, ids, weights, gate, up, down, shared)
     if kernel is ExpertKernel.TENSOR_CORE_GROUPS:
         return by_group_on_tensor_cores(h, ids, weights, gate, up, down, shared)
     return by_group(h, ids, weights, gate, up, down, shared, expanding=kernel is ExpertKernel.EXPANDED_GROUPS)
@@ -160,6 +169,23 @@ def by_integers(
     return _combined(h, shares, ids.shape[1], shared, extra)
 
 
+def by_group_along_outputs(
+    h: Tensor, ids: Tensor, weights: Tensor, gate: ExpertStack, up: ExpertStack, down: ExpertStack,
+    shared: SharedExpert | None,
+    config: along_outputs.AlongConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """The same through `along_outputs`, for an expert with a few to some dozen pairs."""
+    h = h.contiguous()
+    rows, used = ids.shape
+    beside = _alike(h, shared, gate, up, down) if rows <= ALONG_BESIDE_ROWS else None
+    shares = along_outputs.grouped_shares(
+        h, ids, weights, gate.planes, up.planes, down.planes, gate.experts, beside,
+        config or along_outputs.along_config(rows * used / gate.experts),
+    )  # fmt: skip
+    extra = shares[ids.numel() :] if beside is not None else None
+    return _combined(h, shares, used, shared, extra)
+
+
 def by_group_on_tensor_cores(
     h: Tensor, ids: Tensor, weights: Tensor, gate: ExpertStack, up: ExpertStack, down: ExpertStack,
     shared: SharedExpert | None,
@@ -184,6 +210,15 @@ def _beside(h: Tensor, shared: SharedExpert | None, width: int) -> Three | None:
         return None
     packed = shared.gate.packed, shared.up.packed, shared.down.packed
     return packed if _fits_pairs(packed, width) and uses_tensor_cores(h, *packed) else None
+
+
+def _alike(
+    h: Tensor, shared: SharedExpert | None, gate: ExpertStack, up: ExpertStack, down: ExpertStack
+) -> Three | None:  # fmt: skip
+    """As `_beside`, where the shared expert is of the others' types, too."""
+    beside = _beside(h, shared, gate.rows)
+    types = gate.planes.type, up.planes.type, down.planes.type
+    return beside if beside is not None and tuple(part.type for part in beside) == types else None
 
 
 def _combined(

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from rekindle.kernels.sampling.naive import (
+    IN_PROMPT,
     LogProbs,
+    Penalty,
     add_bias,
-    apply_penalties,
     argmax,
+    count_drawn,
     count_tokens,
     keep_allowed,
     log_softmax_at,
+    penalise,
     sample,
 )
 
 __all__ = [
+    "IN_PROMPT",
     "LogProbs",
+    "Penalty",
     "add_bias",
-    "apply_penalties",
     "argmax",
+    "count_drawn",
     "count_tokens",
     "keep_allowed",
     "log_softmax_at",
+    "penalise",
     "sample",
 ]

@@ -18,6 +18,19 @@ SMALL_TOP_K = 128  # up to here partial selection beats sorting the vocabulary
 RUNS = 64  # runs of the vocabulary that are searched side by side
 
 
+IN_PROMPT = 1 << 30  # of a count: the token stands in the prompt; the bits below say how often in the answer
+
+
+class Penalty(NamedTuple):
+    """What one row's tokens lose for having been seen."""
+
+    counts: Tensor  # int32 [vocab], on the device of the logits: IN_PROMPT, and how often in the answer
+    drafted: Sequence[int]  # tokens of the answer that are not counted yet
+    presence: float  # taken off once …
+    frequency: float  # … and as often as the token stands there; 0: nothing
+    repetition: float  # a factor; 1: nothing
+
+
 class LogProbs(NamedTuple):
     """Natural logarithms of probabilities."""
 
@@ -107,32 +120,47 @@ def _filtered(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> T
     return torch.where((weights < min_p) & (ranks > 0), 0.0, weights)
 
 
-def count_tokens(histories: Sequence[Sequence[int]], vocab: int, device: torch.device | str) -> Tensor:
-    """How often each token occurs in each history: int32 [rows, vocab]."""
-    counts = torch.zeros(len(histories), vocab, dtype=torch.int32)
-    for row, history in zip(counts, histories, strict=True):
-        tokens = torch.tensor(history, dtype=torch.int64)
-        row.scatter_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
-    return counts.to(device)
-
-
-def apply_penalties(
-    logits: Tensor,
-    prompt_counts: Tensor,
-    answer_counts: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    repetition: Tensor,
-) -> Tensor:
-    """New logits [rows, vocab]; counts int32 [rows, vocab], penalties float32 [rows] (0, 0 and 1 change nothing).
+def penalise(logits: Tensor, penalties: Sequence[Penalty | None]) -> Tensor:
+    """New logits [rows, vocab], one penalty or none for each row.
 
     Repetition divides positive and multiplies negative logits of tokens seen in prompt or answer; presence and
     frequency count the answer alone.
     """
-    factor = repetition[:, None]
-    repeated = torch.where(logits > 0, logits / factor, logits * factor)
-    logits = torch.where((prompt_counts > 0) | (answer_counts > 0), repeated, logits)
-    return logits - frequency[:, None] * answer_counts - presence[:, None] * (answer_counts > 0)
+    if logits.is_cuda:
+        from rekindle.kernels.sampling import triton
+
+        return triton.penalise(logits, penalties)
+    out = logits.clone()
+    for row, penalty in zip(out, penalties, strict=True):
+        if penalty is not None:
+            counts = penalty.counts.clone()
+            count_tokens(counts, penalty.drafted)
+            seen = counts.nonzero()[:, 0]
+            answered, values = counts[seen] & ~IN_PROMPT, row[seen]
+            values = torch.where(values > 0, values / penalty.repetition, values * penalty.repetition)
+            row[seen] = values - penalty.frequency * answered - penalty.presence * (answered > 0)
+    return out
+
+
+def count_tokens(counts: Tensor, tokens: Sequence[int]) -> None:
+    """counts int32 [vocab] += 1 for every one of the tokens."""
+    if tokens:
+        more = torch.tensor(tokens, dtype=torch.int64)
+        if counts.is_cuda:
+            more = more.pin_memory().to(counts.device, non_blocking=True)
+        counts.index_add_(0, more, torch.ones_like(more, dtype=torch.int32))
+
+
+def count_drawn(drawn: Tensor, counts: Sequence[Tensor | None]) -> None:
+    """counts[i][drawn[i]] += 1 where row i counts; -1 is no token."""
+    if drawn.is_cuda:
+        from rekindle.kernels.sampling import triton
+
+        return triton.count_drawn(drawn, counts)
+    for token, row in zip(drawn.tolist(), counts, strict=True):
+        if row is not None and token >= 0:
+            row[token] += 1
+    return None
 
 
 def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Tensor:
@@ -140,8 +168,9 @@ def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Te
     return logits.index_put((rows, tokens), values, accumulate=True)
 
 
-def keep_allowed(logits: Tensor, masks: Tensor, rows: Sequence[int]) -> Tensor:
-    """New logits: row rows[i] keeps the tokens whose bits are set in masks[i] and has -inf elsewhere; other rows stay.
+def keep_allowed(logits: Tensor, masks: Tensor, rows: Sequence[int], own: bool = False) -> Tensor:
+    """New logits, or the same memory if it is the caller's `own`: row rows[i] keeps the tokens whose bits are set in
+    masks[i] and has -inf elsewhere; other rows stay.
 
     masks int32 [n, words] on the host, bit b of word w is the token 32 w + b; a token beyond them is not allowed. A NaN
     stays: no token is drawn from its row.
@@ -149,12 +178,12 @@ def keep_allowed(logits: Tensor, masks: Tensor, rows: Sequence[int]) -> Tensor:
     if logits.is_cuda:
         from rekindle.kernels.sampling import triton
 
-        return triton.keep_allowed(logits, masks, rows)
+        return triton.keep_allowed(logits, masks, rows, own)
     vocab = logits.shape[1]
     bits = torch.from_numpy(np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")[:, :vocab])
     most = (bits.float() - 0.5) * torch.inf  # a minimum is vectorised, unlike a choice by booleans
     most = torch.nn.functional.pad(most, (0, vocab - most.shape[1]), value=-torch.inf)
-    kept = logits.clone()
+    kept = logits if own else logits.clone()
     for row, ceiling in zip(rows, most, strict=True):
         torch.minimum(logits[row], ceiling, out=kept[row])
     return kept

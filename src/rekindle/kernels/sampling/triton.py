@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rekindle.kernels.sampling import naive
+from rekindle.kernels.sampling.naive import Penalty
 
 PART = 4096  # logits one program reads
 MOST = 128  # top-k up to which candidates are selected …
@@ -24,6 +26,8 @@ FINAL = 1024  # … until so few are left
 OPEN_PART = 2048  # logits of one program where the whole vocabulary is drawn from
 LEVELS = 5  # brackets of 32, 1, 2^-5 … 2^-20 nats, the last as fine as float32 logits
 LOWEST = tl.constexpr(-(2**63) + 1)  # below the key of any logit
+FIELDS = 4  # of a row's penalty: where its counts are, presence, frequency, repetition; drafted tokens follow
+IN_PROMPT = tl.constexpr(naive.IN_PROMPT)
 ONE = tl.constexpr(2.0**32)  # the highest weight as an integer
 
 
@@ -98,31 +102,33 @@ def _draw_sorted(logits: Tensor, settings: Tensor) -> Tensor:
 
 
 def _settings_on(device: torch.device, settings: Tensor) -> Tensor:
-    return settings.contiguous().to(device, non_blocking=True)
+    return _sent(settings.contiguous(), device)
 
 
-def keep_allowed(logits: Tensor, masks: Tensor, rows: Sequence[int]) -> Tensor:
+def keep_allowed(logits: Tensor, masks: Tensor, rows: Sequence[int], own: bool = False) -> Tensor:
     """naive.keep_allowed; masks on the host."""
     count, vocab = logits.shape
     assert logits.stride(1) == 1, "the logits of a row lie side by side"
     which = [-1] * count  # by row of logits: its mask
     for number, row in enumerate(rows):
         which[row] = number
-    out = torch.empty((count, vocab), dtype=logits.dtype, device=logits.device)
+    out = logits if own else torch.empty((count, vocab), dtype=logits.dtype, device=logits.device)
     _keep_kernel[(triton.cdiv(vocab, PART), count)](
         logits, _sent(masks, logits.device), _sent(torch.tensor(which, dtype=torch.int32), logits.device), out,
-        logits.stride(0), vocab, masks.shape[1], PART=PART, num_warps=8,
+        logits.stride(0), out.stride(0), vocab, masks.shape[1], PART=PART, num_warps=8,
     )  # fmt: skip
     return out
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     """On the device, without a wait: torch keeps pinned memory from its next user until the copy has run."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @triton.jit(do_not_specialize=["words"])
-def _keep_kernel(logits, masks, which, out, logit_row, vocab, words, PART: tl.constexpr):
+def _keep_kernel(logits, masks, which, out, logit_row, out_row, vocab, words, PART: tl.constexpr):
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = part * PART + tl.arange(0, PART)
     inside = at < vocab
@@ -131,7 +137,70 @@ def _keep_kernel(logits, masks, which, out, logit_row, vocab, words, PART: tl.co
     known = inside & (mask >= 0) & (at // 32 < words)
     word = tl.load(masks + mask * words + at // 32, mask=known, other=0)
     stays = (mask < 0) | (((word >> (at % 32)) & 1) == 1) | (value != value)
-    tl.store(out + row * vocab + at, tl.where(stays, value, float("-inf")), mask=inside)
+    tl.store(out + row * out_row + at, tl.where(stays, value, float("-inf")), mask=inside)
+
+
+# Penalties
+
+
+def penalise(logits: Tensor, penalties: Sequence[Penalty | None]) -> Tensor:
+    """naive.penalise, with one upload and one launch for all rows."""
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1, "the logits of a row lie side by side"
+    drafted = max((len(penalty.drafted) for penalty in penalties if penalty is not None), default=0)
+    orders = np.zeros((rows, FIELDS + drafted), dtype=np.int64)
+    orders[:, FIELDS:] = -1
+    for order, penalty in zip(orders, penalties, strict=True):
+        if penalty is not None:
+            order[0] = penalty.counts.data_ptr()
+            order[1:FIELDS] = np.array(penalty[2:], dtype=np.float32).view(np.int32)
+            order[FIELDS : FIELDS + len(penalty.drafted)] = penalty.drafted
+    out = torch.empty((rows, vocab), dtype=logits.dtype, device=logits.device)
+    _penalise_kernel[(triton.cdiv(vocab, PART), rows)](
+        logits, _sent(torch.from_numpy(orders), logits.device), out, logits.stride(0), vocab, drafted,
+        FIELDS=FIELDS, PART=PART, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _setting(order, field):
+    return tl.load(order + field).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["drafted"])
+def _penalise_kernel(logits, orders, out, logit_row, vocab, drafted, FIELDS: tl.constexpr, PART: tl.constexpr):
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = part * PART + tl.arange(0, PART)
+    inside = at < vocab
+    value = tl.load(logits + row * logit_row + at, mask=inside)
+    order = orders + row * (FIELDS + drafted)
+    counts = tl.load(order)
+    if counts != 0:
+        entry = tl.load(counts.to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
+        answered = entry & (IN_PROMPT - 1)
+        for place in range(drafted):
+            answered += (at == tl.load(order + FIELDS + place)).to(tl.int32)
+        presence, frequency, repetition = _setting(order, 1), _setting(order, 2), _setting(order, 3)
+        repeated = tl.where(value > 0.0, value / repetition, value * repetition)
+        value = tl.where((entry >= IN_PROMPT) | (answered > 0), repeated, value)
+        value = value - frequency * answered.to(tl.float32) - tl.where(answered > 0, presence, 0.0)
+    tl.store(out + row * vocab + at, value, mask=inside)
+
+
+def count_drawn(drawn: Tensor, counts: Sequence[Tensor | None]) -> None:
+    """naive.count_drawn, behind the draw and without a wait for it."""
+    addresses = torch.tensor([0 if row is None else row.data_ptr() for row in counts], dtype=torch.int64, device="cpu")
+    _count_kernel[(len(counts),)](drawn, _sent(addresses, drawn.device), num_warps=1)
+
+
+@triton.jit
+def _count_kernel(drawn, addresses):
+    row = tl.program_id(0)
+    token, address = tl.load(drawn + row), tl.load(addresses + row)
+    if (address != 0) & (token >= 0):
+        entry = address.to(tl.pointer_type(tl.int32)) + token
+        tl.store(entry, tl.load(entry) + 1)
 
 
 # Few candidates: the best of every run of the vocabulary, the best of those, and the draw among them

@@ -1,0 +1,50 @@
+"""Kernels that Triton had to compile, or read from its cache, because they were launched for the first time.
+
+All that requests need is launched before the first of them; what is counted afterwards, a request has waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from triton import knobs
+
+log = logging.getLogger(__name__)
+
+_here = threading.local()  # kernels launched for the first time by this thread, by how they came
+
+
+def watch_first_launches() -> None:
+    """From now on, in this process."""
+    knobs.compilation.listener = _note
+
+
+@contextmanager
+def counting_first_launches(counts: Counter[str]) -> Iterator[None]:
+    """Those of this thread while the block runs are added: `kernels:compiled`, and `kernels:loaded` from the cache."""
+    before = Counter(_counts())
+    try:
+        yield
+    finally:
+        if (now := _counts()) != before:
+            counts.update(now - before)
+
+
+def _counts() -> Counter[str]:
+    if not hasattr(_here, "counts"):
+        _here.counts = Counter[str]()
+    counts: Counter[str] = _here.counts
+    return counts
+
+
+def _note(*, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: object) -> None:
+    """Triton's listener, called by the thread that launches."""
+    _counts()["kernels:loaded" if cache_hit else "kernels:compiled"] += 1
+    if not cache_hit:
+        name = metadata.get("name", "?")
+        log.info("kernel %s was compiled at its first launch, in %.0f ms", name, times.total / 1e3)
