@@ -156,6 +156,7 @@ def lay_out(monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
         "load_scales": load_scales,
         "load_one": load_one,
         "load_codes": load_four,
+        "load_eight_scales": load_four,
         "load_pair": load_pair,
         "load_or_nought": load_or_nought,
         "lifted_nibbles": lifted_nibbles,

@@ -1,0 +1,423 @@
+"""Skinny products: two to SKINNY_ROWS rows through grouped planes in NVIDIA's tensor cores, as `gemv` does one.
+
+A matrix instruction takes eight rows of x for the price of one, so what these rows cost beside the weights is x. It is
+read as it lies and comes from the L1: all programs of a multiprocessor read the same rows, and a warp that has two tiles
+(16 rows of a matrix, or of gate and of up) reads them once for both. No launch lays x out, and no partial sums go to
+memory.
+
+A step is two groups, which share an entry of `super_scales`: its loads are issued first and all together, before the
+wait for the launch that writes x. The dependent launch is triggered when a program has its sums, as in `gemv`.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from rekindle.kernels.device import pdl_arguments, shared_memory_carveout
+from rekindle.kernels.matmul.fragments import Fragments, load_piece, load_quad, over_columns, to_fragments
+from rekindle.kernels.matmul.gemv import hold, load_codes
+from rekindle.kernels.matmul.mma import (
+    block_sums,
+    dense_products,
+    factors,
+    load_x,
+    over_warps,
+    store_one,
+    store_tile,
+)
+from rekindle.kernels.matmul.mma import block_products as lifted_products
+from rekindle.kernels.matmul.ptx import threads
+from rekindle.kernels.matmul.stream_k import block_products, gated
+from rekindle.kernels.matmul.tensor_core import (
+    hand_over,
+    line_up,
+    outputs_of,
+    planes_of,
+    prefetch_slices,
+    readable,
+    rows_of_tiles,
+    whole_tile,
+)
+from rekindle.kernels.matmul.tiles import bits_of, has_minimum
+from rekindle.kernels.matmul.types import Packed
+
+SKINNY_ROWS = 16  # that these kernels can take
+
+
+class SkinnyConfig(NamedTuple):
+    """Warps of a program: `down` along the outputs, which read the same x, times `across` along the columns. A warp
+    has `tiles` (one or two) of 16 outputs; of gate and up, one of each, or its neighbour has the other. `registers` that a thread may take, 0: any number.
+    `ordered`: a launch of its own puts x in fragment order first."""
+
+    down: int
+    across: int
+    tiles: int = 1
+    registers: int = 0
+    ordered: bool = False
+
+    @property
+    def warps(self) -> int:
+        return self.down * self.across
+
+
+# ---- products -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_eight_scales(p, live):
+    """16 bytes at p as four registers, any bits where not live; the neighbours' bytes stay in the L1."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred go;
+            setp.ne.b32 go, $5, 0;
+            @go ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
+        }
+        """,
+        "=&r,=&r,=&r,=&r,l,r",
+        [p.to(tl.int64), live],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def load_row(c, h, e, s, live, FULL: tl.constexpr, TYPE: tl.constexpr):
+    """What this thread needs of one row for two groups, each as `mma.load_group` gives it."""
+    go = 1 if FULL else live.to(tl.int32)
+    w0, w1, w2, w3 = load_codes(c, go)
+    v0, v1, v2, v3 = load_codes(c + 16, go)
+    e0, e1, e2, e3 = load_eight_scales(e, go)
+    super = tl.load(s) if FULL else tl.load(s, live, other=0)
+    if bits_of(TYPE) > 4:
+        upper = tl.load(h) if FULL else tl.load(h, live, other=0)
+        upper2 = tl.load(h + 4) if FULL else tl.load(h + 4, live, other=0)
+    else:
+        upper, upper2 = w0, v0
+    return (w0, w1, w2, w3, e0, e1, super, upper), (v0, v1, v2, v3, e2, e3, super, upper2)
+
+
+@triton.jit
+def load_tile(planes, live, COLUMNS: tl.constexpr, FULL: tl.constexpr, TYPE: tl.constexpr):
+    """Two groups of a row, and of the one eight further: not so far that a load could not add it by itself."""
+    c, h, e, s = planes
+    first = load_row(c, h, e, s, live, FULL, TYPE)
+    c2, h2, e2, s2 = c + COLUMNS, h + COLUMNS // 4, e + COLUMNS // 4, s + COLUMNS // 32
+    return first, load_row(c2, h2, e2, s2, live, FULL, TYPE)
+
+
+@triton.jit
+def planes_at(codes, high_bits, scales, super_scales, row, pair, t, COLUMNS: tl.constexpr):
+    """Where this thread finds what it needs of a row for a pair of groups."""
+    block = row * (COLUMNS // 32) + pair * 8
+    return codes + block * 4 + t * 4, high_bits + block + t, scales + block, super_scales + row * (COLUMNS // 256) + pair
+
+
+@triton.jit
+def moved_on(planes, pairs: tl.constexpr):
+    c, h, e, s = planes
+    return c + 32 * pairs, h + 8 * pairs, e + 8 * pairs, s + pairs
+
+
+@triton.jit
+def tile_products(
+    acc, first, second, d, m, d2, m2, b, sums, i: tl.constexpr, TYPE: tl.constexpr, ORDERED: tl.constexpr
+):  # fmt: skip
+    """acc += block i of the rows `first` and `second` times x in the registers b. Sums that were loaded are what the
+    products begin with. Those that were computed are wanted again for the minimum, and would have to be copied: there
+    the lift comes off with the minimum."""
+    if ORDERED and has_minimum(TYPE):
+        return lifted_products(acc, first, second, d, m, d2, m2, b, sums, i, TYPE)
+    else:
+        return block_products(acc, (first, second), (d, m), (d2, m2), b, (sums[0], sums[1]), i, TYPE)
+
+
+@triton.jit
+def group_products(
+    acc, acc2, tile, tile2, x, lifts, half: tl.constexpr,
+    TYPE: tl.constexpr, TILES: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """acc, and acc2 where there are two tiles, += one group of a pair (`half` of it) times x."""
+    N_TILES: tl.constexpr = x.shape[0]
+    first, second = tile[0][half], tile[1][half]
+    third, fourth = tile2[0][half], tile2[1][half]
+    d, m = factors(first[6], TYPE)
+    d2, m2 = factors(second[6], TYPE)
+    d3, m3 = factors(third[6], TYPE)
+    d4, m4 = factors(fourth[6], TYPE)
+    for i in tl.static_range(4):
+        if ORDERED:
+            b = load_piece(x + (4 * half + i) * (N_TILES * 512))
+            sums = load_quad(lifts + (4 * half + i) * (N_TILES * 64)) if has_minimum(TYPE) else b  # else of no use
+        else:
+            b = load_x(x + 256 * half, i)
+            sums = block_sums(b, TYPE) if has_minimum(TYPE) else b
+        acc = tile_products(acc, first, second, d, m, d2, m2, b, sums, i, TYPE, ORDERED)
+        if TILES == 2:
+            acc2 = tile_products(acc2, third, fourth, d3, m3, d4, m4, b, sums, i, TYPE, ORDERED)
+    return acc, acc2
+
+
+@triton.jit
+def skinny_products(
+    address, lifts, planes, planes2, pair,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, TILES: tl.constexpr, ACROSS: tl.constexpr, ORDERED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The tile at `planes`, and that at `planes2`, where there are two, times x over the pairs of groups pair, pair +
+    ACROSS, …: four [N_TILES, threads] for each. address, lifts: of x of the first group, [N_TILES, threads].
+
+    PDL: as in `gemv_products`.
+    """
+    N_TILES: tl.constexpr = address.shape[0]
+    pairs: tl.constexpr = COLUMNS // 256
+    FULL: tl.constexpr = pairs % ACROSS == 0  # no warp has a step past the end
+    SIZE: tl.constexpr = N_TILES * 4096 if ORDERED else 512  # bytes of x of a pair, from this thread's first on
+    nought = tl.zeros(address.shape, tl.float32)
+    acc = (nought, nought, nought, nought)
+    acc2 = acc
+    x, sums = address + pair * SIZE, lifts + pair * (N_TILES * 512)
+    for _ in tl.range(0, (pairs + ACROSS - 1) // ACROSS, loop_unroll_factor=1):
+        live = pair < pairs
+        tile = load_tile(planes, live, COLUMNS, FULL, TYPE)
+        tile2 = load_tile(planes2, live, COLUMNS, FULL, TYPE) if TILES == 2 else tile
+        here = x if FULL else tl.where(live, x, address)
+        there = sums if FULL else tl.where(live, sums, lifts)
+        if PDL:
+            gdc_wait()
+        else:
+            here = hold(here)
+        acc, acc2 = group_products(acc, acc2, tile, tile2, here, there, 0, TYPE, TILES, ORDERED)
+        acc, acc2 = group_products(acc, acc2, tile, tile2, here, there, 1, TYPE, TILES, ORDERED)
+        pair += ACROSS
+        planes = moved_on(planes, ACROSS)
+        if TILES == 2:
+            planes2 = moved_on(planes2, ACROSS)
+        x += SIZE * ACROSS
+        sums += N_TILES * 512 * ACROSS
+    return acc, acc2
+
+
+@triton.jit
+def addresses(x, x_stride, rows, values, lifts, N_TILES: tl.constexpr, WARPS: tl.constexpr, ORDERED: tl.constexpr):
+    """Where this thread reads x, and what the lift adds to it, for the first group: two [N_TILES, threads]."""
+    g, t, _ = threads(WARPS)
+    eight = tl.arange(0, N_TILES)[:, None]
+    if ORDERED:
+        at = (values + 8 * (32 * eight + 4 * g + t)).to(tl.int64)
+    else:
+        m = tl.minimum(8 * eight + g, rows - 1)
+        at = (x + m.to(tl.int64) * x_stride + 4 * t).to(tl.int64)
+    return at, lifts.to(tl.int64) + (4 * eight + t) * 16
+
+
+@triton.jit
+def store_quads(out, acc, rows, at, width):
+    """Four [N_TILES, 32 · warps] into out [rows, width]; at [1, 32 · warps]: the first of a warp's 16 outputs."""
+    lane = tl.arange(0, acc[0].shape[1])[None, :] % 32
+    m = 8 * tl.arange(0, acc[0].shape[0])[:, None] + lane % 4 * 2
+    n = at + lane // 4
+    store_one(out, acc[0], m, rows, n, width)
+    store_one(out, acc[1], m + 1, rows, n, width)
+    store_one(out, acc[2], m, rows, n + 8, width)
+    store_one(out, acc[3], m + 1, rows, n + 8, width)
+
+
+@triton.jit
+def silu_times(gate, up):
+    return gate * tl.sigmoid(gate) * up
+
+
+# ---- launches -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _segment(
+    x, x_stride, rows, values, lifts, out, codes, high_bits, scales, super_scales, width, pid, prefetch,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, TILES: tl.constexpr, DOWN: tl.constexpr,
+    ACROSS: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """16 · TILES · DOWN outputs of one matrix (16 of a dense one) for all rows of x."""
+    WARPS: tl.constexpr = DOWN * ACROSS
+    g, t, warp = threads(WARPS)
+    at = pid * outputs_of(TYPE, TILES * DOWN)
+    if TYPE == "dense":
+        row, row2, _, _ = rows_of_tiles(at + g, width)
+        m = 8 * tl.arange(0, N_TILES)[:, None] + g
+        address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 8 * t).to(tl.int64)
+        dense = dense_products(address, codes, row, row2, warp, COLUMNS, WARPS, PDL)
+        hand_over(prefetch, PDL, PREFETCH, WARPS)
+        store_tile(out, over_warps(dense, N_TILES, WARPS), 0, rows, at, width, N_TILES)
+    else:
+        address, sums = addresses(x, x_stride, rows, values, lifts, N_TILES, WARPS, ORDERED)
+        pair = warp // DOWN
+        row = whole_tile(at + warp % DOWN * (16 * TILES), width)
+        row2 = whole_tile(at + warp % DOWN * (16 * TILES) + 16, width)
+        planes = planes_at(codes, high_bits, scales, super_scales, (row + g).to(tl.int64), pair, t, COLUMNS)
+        planes2 = planes_at(codes, high_bits, scales, super_scales, (row2 + g).to(tl.int64), pair, t, COLUMNS)
+        acc, acc2 = skinny_products(
+            address, sums, planes, planes2, pair, COLUMNS, TYPE, TILES, ACROSS, ORDERED, PDL
+        )  # fmt: skip
+        hand_over(prefetch, PDL, PREFETCH, WARPS)
+        first = at + tl.arange(0, 32 * DOWN)[None, :] // 32 * (16 * TILES)
+        store_quads(out, over_columns(acc, N_TILES, DOWN, ACROSS), rows, whole_tile(first, width), width)
+        if TILES == 2:
+            store_quads(out, over_columns(acc2, N_TILES, DOWN, ACROSS), rows, whole_tile(first + 16, width), width)
+
+
+@shared_memory_carveout
+@triton.jit(do_not_specialize=["rows", "n0", "n1", "n2", "n3", "first"])
+def _skinny_kernel(
+    x, x_stride, rows, values, lifts,
+    out0, codes0, high_bits0, scales0, super_scales0, width0,
+    out1, codes1, high_bits1, scales1, super_scales1, width1,
+    out2, codes2, high_bits2, scales2, super_scales2, width2,
+    out3, codes3, high_bits3, scales3, super_scales3, width3,
+    p0, n0, p1, n1, p2, n2, p3, n3, first,
+    COLUMNS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr, TYPE3: tl.constexpr,
+    N_TILES: tl.constexpr, TILES: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, ORDERED: tl.constexpr,
+    PDL: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """Up to four matrices, their tiles numbered one after another; a program belongs to one of them."""
+    prefetch = p0, n0, p1, n1, p2, n2, p3, n3, first
+    pid = tl.program_id(1)
+    end = tl.cdiv(width0, outputs_of(TYPE0, TILES * DOWN))
+    if pid < end:
+        _segment(
+            x, x_stride, rows, values, lifts, out0, codes0, high_bits0, scales0, super_scales0, width0,
+            pid, prefetch, COLUMNS, TYPE0, N_TILES, TILES, DOWN, ACROSS, ORDERED, PDL, PREFETCH,
+        )  # fmt: skip
+    if TYPE1 != "none":
+        pid -= end
+        end = tl.cdiv(width1, outputs_of(TYPE1, TILES * DOWN))
+        if (pid >= 0) & (pid < end):
+            _segment(
+                x, x_stride, rows, values, lifts, out1, codes1, high_bits1, scales1, super_scales1, width1,
+                pid, prefetch, COLUMNS, TYPE1, N_TILES, TILES, DOWN, ACROSS, ORDERED, PDL, PREFETCH,
+            )  # fmt: skip
+    if TYPE2 != "none":
+        pid -= end
+        end = tl.cdiv(width2, outputs_of(TYPE2, TILES * DOWN))
+        if (pid >= 0) & (pid < end):
+            _segment(
+                x, x_stride, rows, values, lifts, out2, codes2, high_bits2, scales2, super_scales2, width2,
+                pid, prefetch, COLUMNS, TYPE2, N_TILES, TILES, DOWN, ACROSS, ORDERED, PDL, PREFETCH,
+            )  # fmt: skip
+    if TYPE3 != "none":
+        pid -= end
+        if pid >= 0:
+            _segment(
+                x, x_stride, rows, values, lifts, out3, codes3, high_bits3, scales3, super_scales3, width3,
+                pid, prefetch, COLUMNS, TYPE3, N_TILES, TILES, DOWN, ACROSS, ORDERED, PDL, PREFETCH,
+            )  # fmt: skip
+
+
+@shared_memory_carveout
+@triton.jit(do_not_specialize=["rows", "n0", "n1", "n2", "n3", "first"])
+def _gated_skinny_kernel(
+    x, x_stride, rows, values, lifts, out, width,
+    codes, high_bits, scales, super_scales, up_codes, up_high_bits, up_scales, up_super_scales,
+    p0, n0, p1, n1, p2, n2, p3, n3, first,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, TILES: tl.constexpr, DOWN: tl.constexpr,
+    ACROSS: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """silu(gate x) · (up x): a warp has the same 16 rows of both, or even warps those of gate and odd ones of up."""
+    WARPS: tl.constexpr = DOWN * ACROSS
+    BESIDE: tl.constexpr = DOWN * TILES // 2  # of 16 outputs in a program
+    g, t, warp = threads(WARPS)
+    at = tl.program_id(1) * (16 * BESIDE)
+    address, sums = addresses(x, x_stride, rows, values, lifts, N_TILES, WARPS, ORDERED)
+    pair = warp // DOWN
+    row = (whole_tile(at + warp % DOWN * TILES // 2 * 16, width) + g).to(tl.int64)
+    first_of = whole_tile(at + tl.arange(0, 32 * BESIDE)[None, :] // 32 * 16, width)
+    if TILES == 1:
+        is_up = warp % 2 == 1
+        codes = tl.where(is_up, up_codes, codes)
+        high_bits = tl.where(is_up, up_high_bits, high_bits)
+        scales = tl.where(is_up, up_scales, scales)
+        super_scales = tl.where(is_up, up_super_scales, super_scales)
+    planes = planes_at(codes, high_bits, scales, super_scales, row, pair, t, COLUMNS)
+    planes2 = planes_at(up_codes, up_high_bits, up_scales, up_super_scales, row, pair, t, COLUMNS)
+    acc, acc2 = skinny_products(address, sums, planes, planes2, pair, COLUMNS, TYPE, TILES, ACROSS, ORDERED, PDL)
+    hand_over((p0, n0, p1, n1, p2, n2, p3, n3, first), PDL, PREFETCH, WARPS)
+    c0, c1, c2, c3 = over_columns(acc, N_TILES, DOWN, ACROSS)
+    if TILES == 1:
+        store_quads(out, gated((c0, c1, c2, c3), N_TILES, BESIDE), rows, first_of, width)
+    else:
+        u0, u1, u2, u3 = over_columns(acc2, N_TILES, DOWN, ACROSS)
+        quads = silu_times(c0, u0), silu_times(c1, u1), silu_times(c2, u2), silu_times(c3, u3)
+        store_quads(out, quads, rows, first_of, width)
+
+
+def skinny_config(width: int, columns: int, rows: int, paired: bool = False, six_bits: bool = False) -> SkinnyConfig:
+    """For a launch of `width` outputs (of gate alone, where they are paired)."""
+    across = min(4, 1 << (columns // 256).bit_length() - 1)  # no warp without two groups of its own
+    return SkinnyConfig(2 if paired else 1, across)
+
+
+def multiply(
+    x: Tensor,
+    weights: Sequence[Packed | Tensor],
+    config: SkinnyConfig | None = None,
+    prefetch: Packed | None = None,
+) -> list[Tensor]:
+    """As `tensor_core.multiply`, for several rows."""
+    rows, columns = x.shape
+    x, line = readable(x), line_up(x, weights)
+    config = config or skinny_config(sum(line.widths), columns, rows, six_bits="Q6_K" in line.types)
+    programs = line.tiles(True, 16) + line.tiles(False, 16 * config.tiles * config.down)
+    _skinny_kernel[(1, programs)](
+        x, x.stride(0), rows, *_order(x, config), *line.arguments, *prefetch_slices(prefetch, programs, x), columns,
+        *line.kinds, N_TILES=_n_tiles(rows), TILES=config.tiles, **_arguments(x, config, prefetch),
+    )  # fmt: skip
+    return line.outs
+
+
+def swiglu(
+    x: Tensor, gate: Packed, up: Packed, config: SkinnyConfig | None = None, prefetch: Packed | None = None
+) -> Tensor:
+    """silu(gate x) · (up x); both matrices of one type."""
+    rows, columns = x.shape
+    config = config or skinny_config(gate.rows, columns, rows, paired=True, six_bits=gate.type == "Q6_K")
+    assert config.tiles * config.down % 2 == 0, "gate and up are two tiles"
+    x = readable(x)
+    out = torch.empty(rows, gate.rows, dtype=x.dtype, device=x.device)
+    programs = triton.cdiv(gate.rows, 8 * config.down * config.tiles)
+    _gated_skinny_kernel[(1, programs)](
+        x, x.stride(0), rows, *_order(x, config), out, gate.rows, *planes_of(gate), *planes_of(up),
+        *prefetch_slices(prefetch, programs, x), columns, gate.type, N_TILES=_n_tiles(rows),
+        TILES=config.tiles, **_arguments(x, config, prefetch),
+    )  # fmt: skip
+    return out
+
+
+def _n_tiles(rows: int) -> int:
+    assert 2 <= rows <= SKINNY_ROWS, f"{rows} rows"
+    return 1 if rows <= 8 else 2
+
+
+def _order(x: Tensor, config: SkinnyConfig) -> tuple[Tensor, Tensor]:
+    """x in fragment order, and what the lift adds; x itself where it is read as it lies."""
+    if not config.ordered:
+        return x, x
+    fragments: Fragments = to_fragments(x)
+    return fragments.values, fragments.lifts
+
+
+def _arguments(x: Tensor, config: SkinnyConfig, prefetch: Packed | None) -> dict[str, object]:
+    pdl = pdl_arguments(x.device)
+    return {
+        "DOWN": config.down, "ACROSS": config.across, "ORDERED": config.ordered,
+        "PREFETCH": pdl["PDL"] and prefetch is not None, "num_warps": config.warps, "num_stages": 1,
+        **({"maxnreg": config.registers} if config.registers else {}), **pdl,
+    }  # fmt: skip
