@@ -20,22 +20,23 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rekindle.kernels.device import pdl_arguments, shared_memory_carveout
-from rekindle.kernels.matmul.fragments import Fragments, load_piece, load_quad, over_columns, to_fragments
+from rekindle.kernels.matmul.fragments import load_piece, over_columns
 from rekindle.kernels.matmul.gemv import hold, load_codes
 from rekindle.kernels.matmul.mma import (
     block_sums,
     dense_products,
+    expanded_pairs,
     factors,
     load_x,
     over_warps,
+    scales_at,
     store_one,
     store_tile,
 )
-from rekindle.kernels.matmul.mma import block_products as lifted_products
-from rekindle.kernels.matmul.ptx import threads
+from rekindle.kernels.matmul.ptx import load_two, mma, threads
 from rekindle.kernels.matmul.stream_k import block_products, gated
 from rekindle.kernels.matmul.tensor_core import (
     hand_over,
@@ -69,6 +70,59 @@ class SkinnyConfig(NamedTuple):
         return self.down * self.across
 
 
+# ---- x in fragment order -------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _order_kernel(x, x_stride, values, sums, half_sums, rows, PDL: tl.constexpr):
+    """256 columns of eight rows; rows past the end are zero."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    pair, eight, eights = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    m = tl.arange(0, 8)[:, None]
+    row = eight * 8 + m
+    column = tl.arange(0, 256)[None, :]
+    here = tl.load(x + row.to(tl.int64) * x_stride + pair * 256 + column, row < rows, other=0.0)
+    inner = column % 32
+    place = (pair * 8 + column // 32) * eights + eight
+    tl.store(values + place * 256 + (4 * m + inner % 16 // 4) * 8 + inner // 16 * 4 + inner % 4, here)
+    half = tl.arange(0, 16)[None, :]
+    by_half = tl.sum(here.to(tl.float32).reshape(8, 16, 16), 2)
+    block = half // 2
+    at = ((pair * eights + eight) * 32 + 4 * m + block % 4) * 8 + block // 4 * 2 + half % 2
+    store_twice(half_sums + at, 4, by_half * -160.0)
+    block = tl.arange(0, 8)[None, :]
+    by_block = tl.sum(by_half.reshape(8, 8, 2), 2)
+    at = ((pair * eights + eight) * 32 + 4 * m + block // 2) * 4 + block % 2
+    store_twice(sums + at, 2, by_block * -128.0)
+
+
+@triton.jit
+def store_twice(p, apart, value):
+    """A number as the sum of two of less precision."""
+    upper = value.to(p.dtype.element_ty)
+    tl.store(p, upper)
+    tl.store(p + apart, (value - upper.to(tl.float32)).to(p.dtype.element_ty))
+
+
+def ordered(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x as `Fragments` has it: values [blocks, n_tiles, 32 threads, 8]. And what the tensor core multiplies by scales,
+    as the sum of two numbers: −128 · Σ x by block, sums [pairs of groups, n_tiles, 32 threads, 4], and −160 · Σ x by half
+    of a block, half_sums [pairs of groups, n_tiles, 32 threads, 8]. Thread 4 · g + t has row g: blocks 2 · t and
+    2 · t + 1, or the halves of blocks t and t + 4."""
+    rows, columns = x.shape
+    pairs, n_tiles = columns // 256, _n_tiles(rows)
+    values, sums, half_sums = (
+        torch.empty(count, n_tiles, 32, size, dtype=x.dtype, device=x.device)
+        for count, size in ((8 * pairs, 8), (pairs, 4), (pairs, 8))
+    )
+    _order_kernel[(pairs, n_tiles)](
+        x, x.stride(0), values, sums, half_sums, rows, num_warps=4, **pdl_arguments(x.device)
+    )
+    return values, sums, half_sums
+
+
 # ---- products -----------------------------------------------------------------------------------------------------
 
 
@@ -87,6 +141,47 @@ def load_eight_scales(p, live):
         [p.to(tl.int64), live],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
         is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def small_bytes(word, k: tl.constexpr):
+    """Bytes k and k + 2 of the word, less than 128, as two bfloat16 numbers."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 lifted;
+            prmt.b32 lifted, $1, 0x43434343, $2;
+            fma.rn.bf16x2 $0, lifted, $3, $4;
+        }
+        """,
+        "=r,r,r,r,r",
+        [word, 0x4240 + 0x0101 * k, 0x3F803F80, -0x3CFF3D00],  # 1 and -128, twice
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def signed_bytes(word, half):
+    """The two signed bytes of a half of the word as bfloat16 numbers: 128 + what is left of the sign bit, less 128 or,
+    where that bit is set, 256."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 lifted, low, sign;
+            prmt.b32 lifted, $1, 0x43434343, $2;
+            and.b32 low, lifted, 0xFF7FFF7F;
+            and.b32 sign, lifted, 0xFF80FF80;
+            fma.rn.bf16x2 $0, sign, $3, low;
+        }
+        """,
+        "=r,r,r,r",
+        [word, 0x4140 + 0x0202 * half, -0x407F4080],  # -1, twice
+        dtype=tl.int32,
+        is_pure=True,
         pack=1,
     )
 
@@ -130,52 +225,108 @@ def moved_on(planes, pairs: tl.constexpr):
 
 
 @triton.jit
-def tile_products(
-    acc, first, second, d, m, d2, m2, b, sums, i: tl.constexpr, TYPE: tl.constexpr, ORDERED: tl.constexpr
-):  # fmt: skip
-    """acc += block i of the rows `first` and `second` times x in the registers b. Sums that were loaded are what the
-    products begin with. Those that were computed are wanted again for the minimum, and would have to be copied: there
-    the lift comes off with the minimum."""
-    if ORDERED and has_minimum(TYPE):
-        return lifted_products(acc, first, second, d, m, d2, m2, b, sums, i, TYPE)
+def plain_products(acc, first, second, d, d2, b, i: tl.constexpr, TYPE: tl.constexpr):
+    """acc += block i of the rows `first` and `second`, without minimum and still lifted, times x in the registers b."""
+    c0, c1, c2, c3 = acc
+    b0, b1, b2, b3 = b
+    word: tl.constexpr = 4 + i // 2
+    byte: tl.constexpr = 2 * (i % 2)
+    p0, p1, p2, p3 = expanded_pairs(first[i], first[7], i, TYPE)
+    q0, q1, q2, q3 = expanded_pairs(second[i], second[7], i, TYPE)
+    a, n = scales_at(first[word], byte, d, d, TYPE)
+    a2, n2 = scales_at(second[word], byte, d2, d2, TYPE)
+    nought = tl.zeros(c0.shape, tl.float32)
+    y0, y1, y2, y3 = mma(p0, q0, p1, q1, b0, b1, nought, nought, nought, nought)
+    if has_minimum(TYPE):
+        y0, y1, y2, y3 = mma(p2, q2, p3, q3, b2, b3, y0, y1, y2, y3)
+    else:  # each half of the block has its own signed scale
+        z0, z1, z2, z3 = mma(p2, q2, p3, q3, b2, b3, nought, nought, nought, nought)
+        c0 += n * z0
+        c1 += n * z1
+        c2 += n2 * z2
+        c3 += n2 * z3
+    c0 += a * y0
+    c1 += a * y1
+    c2 += a2 * y2
+    c3 += a2 * y3
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def offset_products(acc, row, row2, sums, t, TYPE: tl.constexpr):
+    """acc += what eight blocks lack after `plain_products`: minima, and what the lift has added, times Σ x.
+
+    A scale is an exact bfloat16 number, and a sum as good as two of them. So the tensor core multiplies the scales of
+    both rows (and their minima) by the sums of all blocks, or of all halves, at once."""
+    c0, c1, c2, c3 = acc
+    e, e2 = row[0], row2[0]
+    d, m = factors(e[6], TYPE)
+    d2, m2 = factors(e2[6], TYPE)
+    nought = tl.zeros(c0.shape, tl.float32)
+    if has_minimum(TYPE):
+        b0, b1 = load_two(sums)
+        mine, mine2 = word_of(row, t), word_of(row2, t)
+        k, k2 = small_bytes(mine, 0), small_bytes(mine2, 0)
+        y0, y1, y2, y3 = mma(k, k2, k, k2, b0, b1, nought, nought, nought, nought)
+        k, k2 = small_bytes(mine, 1), small_bytes(mine2, 1)
+        z0, z1, z2, z3 = mma(k, k2, k, k2, b0, b1, nought, nought, nought, nought)
+        c0 += m * z0
+        c1 += m * z1
+        c2 += m2 * z2
+        c3 += m2 * z3
     else:
-        return block_products(acc, (first, second), (d, m), (d2, m2), b, (sums[0], sums[1]), i, TYPE)
+        b0, b1, b2, b3 = load_piece(sums)
+        odd = t % 2
+        k, k2 = signed_bytes(tl.where(t < 2, e[4], e[5]), odd), signed_bytes(tl.where(t < 2, e2[4], e2[5]), odd)
+        e, e2 = row[1], row2[1]
+        l, l2 = signed_bytes(tl.where(t < 2, e[4], e[5]), odd), signed_bytes(tl.where(t < 2, e2[4], e2[5]), odd)
+        y0, y1, y2, y3 = mma(k, k2, l, l2, b0, b1, nought, nought, nought, nought)
+        y0, y1, y2, y3 = mma(k, k2, l, l2, b2, b3, y0, y1, y2, y3)
+    c0 += d * y0
+    c1 += d * y1
+    c2 += d2 * y2
+    c3 += d2 * y3
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def word_of(row, t):
+    """The scales of blocks 2 · t and 2 · t + 1 of eight."""
+    return tl.where(t < 2, tl.where(t == 0, row[0][4], row[0][5]), tl.where(t == 2, row[1][4], row[1][5]))
 
 
 @triton.jit
 def group_products(
-    acc, acc2, tile, tile2, x, lifts, half: tl.constexpr,
-    TYPE: tl.constexpr, TILES: tl.constexpr, ORDERED: tl.constexpr,
+    acc, acc2, tile, tile2, x, half: tl.constexpr, TYPE: tl.constexpr, TILES: tl.constexpr, ORDERED: tl.constexpr
 ):  # fmt: skip
     """acc, and acc2 where there are two tiles, += one group of a pair (`half` of it) times x."""
     N_TILES: tl.constexpr = x.shape[0]
     first, second = tile[0][half], tile[1][half]
     third, fourth = tile2[0][half], tile2[1][half]
-    d, m = factors(first[6], TYPE)
-    d2, m2 = factors(second[6], TYPE)
-    d3, m3 = factors(third[6], TYPE)
-    d4, m4 = factors(fourth[6], TYPE)
+    f1, f2, f3, f4 = factors(first[6], TYPE), factors(second[6], TYPE), factors(third[6], TYPE), factors(fourth[6], TYPE)
     for i in tl.static_range(4):
         if ORDERED:
             b = load_piece(x + (4 * half + i) * (N_TILES * 512))
-            sums = load_quad(lifts + (4 * half + i) * (N_TILES * 64)) if has_minimum(TYPE) else b  # else of no use
+            acc = plain_products(acc, first, second, f1[0], f2[0], b, i, TYPE)
+            if TILES == 2:
+                acc2 = plain_products(acc2, third, fourth, f3[0], f4[0], b, i, TYPE)
         else:
             b = load_x(x + 256 * half, i)
-            sums = block_sums(b, TYPE) if has_minimum(TYPE) else b
-        acc = tile_products(acc, first, second, d, m, d2, m2, b, sums, i, TYPE, ORDERED)
-        if TILES == 2:
-            acc2 = tile_products(acc2, third, fourth, d3, m3, d4, m4, b, sums, i, TYPE, ORDERED)
+            sums = block_sums(b, TYPE) if has_minimum(TYPE) else b  # else of no use
+            acc = block_products(acc, (first, second), f1, f2, b, (sums[0], sums[1]), i, TYPE)
+            if TILES == 2:
+                acc2 = block_products(acc2, (third, fourth), f3, f4, b, (sums[0], sums[1]), i, TYPE)
     return acc, acc2
 
 
 @triton.jit
 def skinny_products(
-    address, lifts, planes, planes2, pair,
+    address, sums, planes, planes2, pair,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, TILES: tl.constexpr, ACROSS: tl.constexpr, ORDERED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """The tile at `planes`, and that at `planes2`, where there are two, times x over the pairs of groups pair, pair +
-    ACROSS, …: four [N_TILES, threads] for each. address, lifts: of x of the first group, [N_TILES, threads].
+    ACROSS, …: four [N_TILES, threads] for each. address, sums: of the first pair, [N_TILES, threads].
 
     PDL: as in `gemv_products`.
     """
@@ -186,39 +337,50 @@ def skinny_products(
     nought = tl.zeros(address.shape, tl.float32)
     acc = (nought, nought, nought, nought)
     acc2 = acc
-    x, sums = address + pair * SIZE, lifts + pair * (N_TILES * 512)
+    t = threads(pair.shape[1] // 32)[1]
+    SUMS: tl.constexpr = N_TILES * (256 if has_minimum(TYPE) else 512)
+    x, near = address + pair * SIZE, sums + pair * SUMS
     for _ in tl.range(0, (pairs + ACROSS - 1) // ACROSS, loop_unroll_factor=1):
         live = pair < pairs
         tile = load_tile(planes, live, COLUMNS, FULL, TYPE)
         tile2 = load_tile(planes2, live, COLUMNS, FULL, TYPE) if TILES == 2 else tile
         here = x if FULL else tl.where(live, x, address)
-        there = sums if FULL else tl.where(live, sums, lifts)
+        there = near if FULL else tl.where(live, near, sums)
         if PDL:
             gdc_wait()
         else:
             here = hold(here)
-        acc, acc2 = group_products(acc, acc2, tile, tile2, here, there, 0, TYPE, TILES, ORDERED)
-        acc, acc2 = group_products(acc, acc2, tile, tile2, here, there, 1, TYPE, TILES, ORDERED)
+        if ORDERED:
+            acc = offset_products(acc, tile[0], tile[1], there, t, TYPE)
+            if TILES == 2:
+                acc2 = offset_products(acc2, tile2[0], tile2[1], there, t, TYPE)
+        acc, acc2 = group_products(acc, acc2, tile, tile2, here, 0, TYPE, TILES, ORDERED)
+        acc, acc2 = group_products(acc, acc2, tile, tile2, here, 1, TYPE, TILES, ORDERED)
         pair += ACROSS
         planes = moved_on(planes, ACROSS)
         if TILES == 2:
             planes2 = moved_on(planes2, ACROSS)
         x += SIZE * ACROSS
-        sums += N_TILES * 512 * ACROSS
+        near += SUMS * ACROSS
     return acc, acc2
 
 
 @triton.jit
-def addresses(x, x_stride, rows, values, lifts, N_TILES: tl.constexpr, WARPS: tl.constexpr, ORDERED: tl.constexpr):
-    """Where this thread reads x, and what the lift adds to it, for the first group: two [N_TILES, threads]."""
+def addresses(
+    x, x_stride, rows, values, sums, half_sums,
+    TYPE: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """Where this thread reads x, and its sums, for the first pair of groups: two [N_TILES, threads]."""
     g, t, _ = threads(WARPS)
     eight = tl.arange(0, N_TILES)[:, None]
+    thread = 32 * eight + 4 * g + t
     if ORDERED:
-        at = (values + 8 * (32 * eight + 4 * g + t)).to(tl.int64)
+        at = (values + 8 * thread).to(tl.int64)
+        return at, ((sums + 4 * thread) if has_minimum(TYPE) else (half_sums + 8 * thread)).to(tl.int64)
     else:
         m = tl.minimum(8 * eight + g, rows - 1)
         at = (x + m.to(tl.int64) * x_stride + 4 * t).to(tl.int64)
-    return at, lifts.to(tl.int64) + (4 * eight + t) * 16
+        return at, at
 
 
 @triton.jit
@@ -243,7 +405,7 @@ def silu_times(gate, up):
 
 @triton.jit
 def _segment(
-    x, x_stride, rows, values, lifts, out, codes, high_bits, scales, super_scales, width, pid, prefetch,
+    x, x_stride, rows, values, sums, half_sums, out, codes, high_bits, scales, super_scales, width, pid, prefetch,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, TILES: tl.constexpr, DOWN: tl.constexpr,
     ACROSS: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
@@ -259,14 +421,14 @@ def _segment(
         hand_over(prefetch, PDL, PREFETCH, WARPS)
         store_tile(out, over_warps(dense, N_TILES, WARPS), 0, rows, at, width, N_TILES)
     else:
-        address, sums = addresses(x, x_stride, rows, values, lifts, N_TILES, WARPS, ORDERED)
+        address, sums_at = addresses(x, x_stride, rows, values, sums, half_sums, TYPE, N_TILES, WARPS, ORDERED)
         pair = warp // DOWN
         row = whole_tile(at + warp % DOWN * (16 * TILES), width)
         row2 = whole_tile(at + warp % DOWN * (16 * TILES) + 16, width)
         planes = planes_at(codes, high_bits, scales, super_scales, (row + g).to(tl.int64), pair, t, COLUMNS)
         planes2 = planes_at(codes, high_bits, scales, super_scales, (row2 + g).to(tl.int64), pair, t, COLUMNS)
         acc, acc2 = skinny_products(
-            address, sums, planes, planes2, pair, COLUMNS, TYPE, TILES, ACROSS, ORDERED, PDL
+            address, sums_at, planes, planes2, pair, COLUMNS, TYPE, TILES, ACROSS, ORDERED, PDL
         )  # fmt: skip
         hand_over(prefetch, PDL, PREFETCH, WARPS)
         first = at + tl.arange(0, 32 * DOWN)[None, :] // 32 * (16 * TILES)
@@ -278,7 +440,7 @@ def _segment(
 @shared_memory_carveout
 @triton.jit(do_not_specialize=["rows", "n0", "n1", "n2", "n3", "first"])
 def _skinny_kernel(
-    x, x_stride, rows, values, lifts,
+    x, x_stride, rows, values, sums, half_sums,
     out0, codes0, high_bits0, scales0, super_scales0, width0,
     out1, codes1, high_bits1, scales1, super_scales1, width1,
     out2, codes2, high_bits2, scales2, super_scales2, width2,
@@ -294,7 +456,7 @@ def _skinny_kernel(
     end = tl.cdiv(width0, outputs_of(TYPE0, TILES * DOWN))
     if pid < end:
         _segment(
-            x, x_stride, rows, values, lifts, out0, codes0, high_bits0, scales0, super_scales0, width0,
+            x, x_stride, rows, values, sums, half_sums, out0, codes0, high_bits0, scales0, super_scales0, width0,
             pid, prefetch, COLUMNS, TYPE0, N_TILES, TILES, DOWN, ACROSS, ORDERED, PDL, PREFETCH,
         )  # fmt: skip
     if TYPE1 != "none":
@@ -302,7 +464,7 @@ def _skinny_kernel(
         end = tl.cdiv(width1, outputs_of(TYPE1, TILES * DOWN))
         if (pid >= 0) & (pid < end):
             _segment(
-                x, x_stride, rows, values, lifts, out1, codes1, high_bits1, scales1, super_scales1, width1,
+                x, x_stride, rows, values, sums, half_sums, out1, codes1, high_bits1, scales1, super_scales1, width1,
                 pid, prefetch, COLUMNS, TYPE1, N_TILES, TILES, DOWN, ACROSS, ORDERED, PDL, PREFETCH,
             )  # fmt: skip
     if TYPE2 != "none":
@@ -310,14 +472,14 @@ def _skinny_kernel(
         end = tl.cdiv(width2, outputs_of(TYPE2, TILES * DOWN))
         if (pid >= 0) & (pid < end):
             _segment(
-                x, x_stride, rows, values, lifts, out2, codes2, high_bits2, scales2, super_scales2, width2,
+                x, x_stride, rows, values, sums, half_sums, out2, codes2, high_bits2, scales2, super_scales2, width2,
                 pid, prefetch, COLUMNS, TYPE2, N_TILES, TILES, DOWN, ACROSS, ORDERED, PDL, PREFETCH,
             )  # fmt: skip
     if TYPE3 != "none":
         pid -= end
         if pid >= 0:
             _segment(
-                x, x_stride, rows, values, lifts, out3, codes3, high_bits3, scales3, super_scales3, width3,
+                x, x_stride, rows, values, sums, half_sums, out3, codes3, high_bits3, scales3, super_scales3, width3,
                 pid, prefetch, COLUMNS, TYPE3, N_TILES, TILES, DOWN, ACROSS, ORDERED, PDL, PREFETCH,
             )  # fmt: skip
 
@@ -325,7 +487,7 @@ def _skinny_kernel(
 @shared_memory_carveout
 @triton.jit(do_not_specialize=["rows", "n0", "n1", "n2", "n3", "first"])
 def _gated_skinny_kernel(
-    x, x_stride, rows, values, lifts, out, width,
+    x, x_stride, rows, values, sums, half_sums, out, width,
     codes, high_bits, scales, super_scales, up_codes, up_high_bits, up_scales, up_super_scales,
     p0, n0, p1, n1, p2, n2, p3, n3, first,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, TILES: tl.constexpr, DOWN: tl.constexpr,
@@ -336,7 +498,7 @@ def _gated_skinny_kernel(
     BESIDE: tl.constexpr = DOWN * TILES // 2  # of 16 outputs in a program
     g, t, warp = threads(WARPS)
     at = tl.program_id(1) * (16 * BESIDE)
-    address, sums = addresses(x, x_stride, rows, values, lifts, N_TILES, WARPS, ORDERED)
+    address, sums_at = addresses(x, x_stride, rows, values, sums, half_sums, TYPE, N_TILES, WARPS, ORDERED)
     pair = warp // DOWN
     row = (whole_tile(at + warp % DOWN * TILES // 2 * 16, width) + g).to(tl.int64)
     first_of = whole_tile(at + tl.arange(0, 32 * BESIDE)[None, :] // 32 * 16, width)
@@ -348,7 +510,7 @@ def _gated_skinny_kernel(
         super_scales = tl.where(is_up, up_super_scales, super_scales)
     planes = planes_at(codes, high_bits, scales, super_scales, row, pair, t, COLUMNS)
     planes2 = planes_at(up_codes, up_high_bits, up_scales, up_super_scales, row, pair, t, COLUMNS)
-    acc, acc2 = skinny_products(address, sums, planes, planes2, pair, COLUMNS, TYPE, TILES, ACROSS, ORDERED, PDL)
+    acc, acc2 = skinny_products(address, sums_at, planes, planes2, pair, COLUMNS, TYPE, TILES, ACROSS, ORDERED, PDL)
     hand_over((p0, n0, p1, n1, p2, n2, p3, n3, first), PDL, PREFETCH, WARPS)
     c0, c1, c2, c3 = over_columns(acc, N_TILES, DOWN, ACROSS)
     if TILES == 1:
@@ -406,12 +568,9 @@ def _n_tiles(rows: int) -> int:
     return 1 if rows <= 8 else 2
 
 
-def _order(x: Tensor, config: SkinnyConfig) -> tuple[Tensor, Tensor]:
-    """x in fragment order, and what the lift adds; x itself where it is read as it lies."""
-    if not config.ordered:
-        return x, x
-    fragments: Fragments = to_fragments(x)
-    return fragments.values, fragments.lifts
+def _order(x: Tensor, config: SkinnyConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """x in fragment order and its sums; x itself where it is read as it lies."""
+    return ordered(x) if config.ordered else (x, x, x)
 
 
 def _arguments(x: Tensor, config: SkinnyConfig, prefetch: Packed | None) -> dict[str, object]:
