@@ -118,3 +118,14 @@ def test_a_config_fits_the_matrix(width: int, columns: int, rows: int, paired: b
     assert config.tiles * config.down % 2 == 0 or not paired
     assert 1 <= config.warps <= 8
     assert config.across <= max(1, columns // 256)
+
+
+@pytest.mark.parametrize("type", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_parts_of_the_columns_add_up_to_the_product(type: str, ordered: bool) -> None:
+    packed, values = made(type, 37, 1280)  # three steps of two warps, the last for one of them
+    x = drawn(3, 1280, dtype=BF16)
+    (out,) = skinny.multiply(x, [packed], SkinnyConfig(1, 2, ordered=ordered, parts=2))
+    assert out.shape == (2, 3, 37)
+    assert all(part.abs().max() > 0 for part in out)
+    assert error(out.sum(0), x.float() @ values.T) < 6e-4

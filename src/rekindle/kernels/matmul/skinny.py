@@ -39,6 +39,9 @@ from rekindle.kernels.matmul.mma import (
 from rekindle.kernels.matmul.ptx import load_two, mma, threads
 from rekindle.kernels.matmul.stream_k import block_products, gated
 from rekindle.kernels.matmul.tensor_core import (
+    LARGE,
+    LONG,
+    WIDE,
     hand_over,
     line_up,
     outputs_of,
@@ -57,13 +60,14 @@ SKINNY_ROWS = 16  # that these kernels can take
 class SkinnyConfig(NamedTuple):
     """Warps of a program: `down` along the outputs, which read the same x, times `across` along the columns. A warp
     has `tiles` (one or two) of 16 outputs; of gate and up, one of each, or its neighbour has the other. `registers` that a thread may take, 0: any number.
-    `ordered`: a launch of its own puts x in fragment order first."""
+    `ordered`: a launch of its own puts x in fragment order first. `parts` of the columns, with programs of their own."""
 
     down: int
     across: int
     tiles: int = 1
     registers: int = 0
     ordered: bool = False
+    parts: int = 1
 
     @property
     def warps(self) -> int:
@@ -219,7 +223,7 @@ def planes_at(codes, high_bits, scales, super_scales, row, pair, t, COLUMNS: tl.
 
 
 @triton.jit
-def moved_on(planes, pairs: tl.constexpr):
+def moved_on(planes, pairs):
     c, h, e, s = planes
     return c + 32 * pairs, h + 8 * pairs, e + 8 * pairs, s + pairs
 
@@ -321,12 +325,12 @@ def group_products(
 
 @triton.jit
 def skinny_products(
-    address, sums, planes, planes2, pair,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, TILES: tl.constexpr, ACROSS: tl.constexpr, ORDERED: tl.constexpr,
-    PDL: tl.constexpr,
+    address, sums, planes, planes2, pair, part,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, TILES: tl.constexpr, ACROSS: tl.constexpr, PARTS: tl.constexpr,
+    ORDERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The tile at `planes`, and that at `planes2`, where there are two, times x over the pairs of groups pair, pair +
-    ACROSS, …: four [N_TILES, threads] for each. address, sums: of the first pair, [N_TILES, threads].
+    ACROSS, …, all of them or the `part`th of PARTS stretches: four [N_TILES, threads] for each. address, sums: of the first pair, [N_TILES, threads].
 
     PDL: as in `gemv_products`.
     """
@@ -339,8 +343,14 @@ def skinny_products(
     acc2 = acc
     t = threads(pair.shape[1] // 32)[1]
     SUMS: tl.constexpr = N_TILES * (256 if has_minimum(TYPE) else 512)
+    steps: tl.constexpr = (pairs + ACROSS - 1) // ACROSS
+    begin, end = 0, steps
+    if PARTS > 1:
+        begin, end = part * steps // PARTS, (part + 1) * steps // PARTS
+        pair += begin * ACROSS
+        planes, planes2 = moved_on(planes, begin * ACROSS), moved_on(planes2, begin * ACROSS)
     x, near = address + pair * SIZE, sums + pair * SUMS
-    for _ in tl.range(0, (pairs + ACROSS - 1) // ACROSS, loop_unroll_factor=1):
+    for _ in tl.range(begin, end, loop_unroll_factor=1):
         live = pair < pairs
         tile = load_tile(planes, live, COLUMNS, FULL, TYPE)
         tile2 = load_tile(planes2, live, COLUMNS, FULL, TYPE) if TILES == 2 else tile
@@ -407,7 +417,7 @@ def silu_times(gate, up):
 def _segment(
     x, x_stride, rows, values, sums, half_sums, out, codes, high_bits, scales, super_scales, width, pid, prefetch,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, TILES: tl.constexpr, DOWN: tl.constexpr,
-    ACROSS: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    ACROSS: tl.constexpr, PARTS: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """16 · TILES · DOWN outputs of one matrix (16 of a dense one) for all rows of x."""
     WARPS: tl.constexpr = DOWN * ACROSS
@@ -428,9 +438,12 @@ def _segment(
         planes = planes_at(codes, high_bits, scales, super_scales, (row + g).to(tl.int64), pair, t, COLUMNS)
         planes2 = planes_at(codes, high_bits, scales, super_scales, (row2 + g).to(tl.int64), pair, t, COLUMNS)
         acc, acc2 = skinny_products(
-            address, sums_at, planes, planes2, pair, COLUMNS, TYPE, TILES, ACROSS, ORDERED, PDL
+            address, sums_at, planes, planes2, pair, tl.program_id(0),
+            COLUMNS, TYPE, TILES, ACROSS, PARTS, ORDERED, PDL,
         )  # fmt: skip
         hand_over(prefetch, PDL, PREFETCH, WARPS)
+        if PARTS > 1:
+            out += tl.program_id(0).to(tl.int64) * rows * width
         first = at + tl.arange(0, 32 * DOWN)[None, :] // 32 * (16 * TILES)
         store_quads(out, over_columns(acc, N_TILES, DOWN, ACROSS), rows, whole_tile(first, width), width)
         if TILES == 2:
@@ -447,17 +460,18 @@ def _skinny_kernel(
     out3, codes3, high_bits3, scales3, super_scales3, width3,
     p0, n0, p1, n1, p2, n2, p3, n3, first,
     COLUMNS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr, TYPE3: tl.constexpr,
-    N_TILES: tl.constexpr, TILES: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, ORDERED: tl.constexpr,
-    PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    N_TILES: tl.constexpr, TILES: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, PARTS: tl.constexpr,
+    ORDERED: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Up to four matrices, their tiles numbered one after another; a program belongs to one of them."""
+    """Up to four matrices, their tiles numbered one after another; a program belongs to one of them. PARTS: of the
+    columns of the only matrix, each with an output of its own."""
     prefetch = p0, n0, p1, n1, p2, n2, p3, n3, first
     pid = tl.program_id(1)
     end = tl.cdiv(width0, outputs_of(TYPE0, TILES * DOWN))
     if pid < end:
         _segment(
             x, x_stride, rows, values, sums, half_sums, out0, codes0, high_bits0, scales0, super_scales0, width0,
-            pid, prefetch, COLUMNS, TYPE0, N_TILES, TILES, DOWN, ACROSS, ORDERED, PDL, PREFETCH,
+            pid, prefetch, COLUMNS, TYPE0, N_TILES, TILES, DOWN, ACROSS, PARTS, ORDERED, PDL, PREFETCH,
         )  # fmt: skip
     if TYPE1 != "none":
         pid -= end
@@ -465,7 +479,7 @@ def _skinny_kernel(
         if (pid >= 0) & (pid < end):
             _segment(
                 x, x_stride, rows, values, sums, half_sums, out1, codes1, high_bits1, scales1, super_scales1, width1,
-                pid, prefetch, COLUMNS, TYPE1, N_TILES, TILES, DOWN, ACROSS, ORDERED, PDL, PREFETCH,
+                pid, prefetch, COLUMNS, TYPE1, N_TILES, TILES, DOWN, ACROSS, PARTS, ORDERED, PDL, PREFETCH,
             )  # fmt: skip
     if TYPE2 != "none":
         pid -= end
@@ -473,14 +487,14 @@ def _skinny_kernel(
         if (pid >= 0) & (pid < end):
             _segment(
                 x, x_stride, rows, values, sums, half_sums, out2, codes2, high_bits2, scales2, super_scales2, width2,
-                pid, prefetch, COLUMNS, TYPE2, N_TILES, TILES, DOWN, ACROSS, ORDERED, PDL, PREFETCH,
+                pid, prefetch, COLUMNS, TYPE2, N_TILES, TILES, DOWN, ACROSS, PARTS, ORDERED, PDL, PREFETCH,
             )  # fmt: skip
     if TYPE3 != "none":
         pid -= end
         if pid >= 0:
             _segment(
                 x, x_stride, rows, values, sums, half_sums, out3, codes3, high_bits3, scales3, super_scales3, width3,
-                pid, prefetch, COLUMNS, TYPE3, N_TILES, TILES, DOWN, ACROSS, ORDERED, PDL, PREFETCH,
+                pid, prefetch, COLUMNS, TYPE3, N_TILES, TILES, DOWN, ACROSS, PARTS, ORDERED, PDL, PREFETCH,
             )  # fmt: skip
 
 
@@ -510,7 +524,9 @@ def _gated_skinny_kernel(
         super_scales = tl.where(is_up, up_super_scales, super_scales)
     planes = planes_at(codes, high_bits, scales, super_scales, row, pair, t, COLUMNS)
     planes2 = planes_at(up_codes, up_high_bits, up_scales, up_super_scales, row, pair, t, COLUMNS)
-    acc, acc2 = skinny_products(address, sums_at, planes, planes2, pair, COLUMNS, TYPE, TILES, ACROSS, ORDERED, PDL)
+    acc, acc2 = skinny_products(
+        address, sums_at, planes, planes2, pair, 0, COLUMNS, TYPE, TILES, ACROSS, 1, ORDERED, PDL
+    )  # fmt: skip
     hand_over((p0, n0, p1, n1, p2, n2, p3, n3, first), PDL, PREFETCH, WARPS)
     c0, c1, c2, c3 = over_columns(acc, N_TILES, DOWN, ACROSS)
     if TILES == 1:
@@ -522,9 +538,20 @@ def _gated_skinny_kernel(
 
 
 def skinny_config(width: int, columns: int, rows: int, paired: bool = False, six_bits: bool = False) -> SkinnyConfig:
-    """For a launch of `width` outputs (of gate alone, where they are paired)."""
-    across = min(4, 1 << (columns // 256).bit_length() - 1)  # no warp without two groups of its own
-    return SkinnyConfig(2 if paired else 1, across)
+    """For a launch of `width` outputs (of gate alone, where they are paired): warps that fill a large card, and x in
+    order where the launch runs long enough to pay for that. `six_bits`: one of the matrices is Q6_K. Reckoned from
+    counted instructions; bench_few_rows.py times the others."""
+    across = 4 if width >= WIDE else 8  # a narrow matrix takes more warps beside one another, as one row does
+    across = min(across, 1 << (columns // 256).bit_length() - 1)  # no warp without two groups of its own
+    long = (1 + paired) * width * columns >= LARGE
+    return SkinnyConfig(2 if paired else 1, min(across, 4) if paired else across, ordered=long or rows > 8)
+
+
+def parts_config(weight: Packed, rows: int) -> SkinnyConfig | None:
+    """As `tensor_core.parts_config`."""
+    pays = weight.type == "Q6_K" and weight.rows < WIDE and weight.columns >= LONG
+    config = skinny_config(weight.rows, weight.columns, rows, six_bits=True)
+    return config._replace(across=min(4, config.across), parts=2) if pays else None
 
 
 def multiply(
@@ -533,14 +560,15 @@ def multiply(
     config: SkinnyConfig | None = None,
     prefetch: Packed | None = None,
 ) -> list[Tensor]:
-    """As `tensor_core.multiply`, for several rows."""
+    """As `tensor_core.multiply`, for several rows. Where the config has parts, the only output is [parts, rows, out]."""
     rows, columns = x.shape
-    x, line = readable(x), line_up(x, weights)
+    x, line = readable(x), line_up(x, weights, 1 if config is None else config.parts)
     config = config or skinny_config(sum(line.widths), columns, rows, six_bits="Q6_K" in line.types)
+    assert config.parts == 1 or len(weights) == 1, "parts are of one matrix"
     programs = line.tiles(True, 16) + line.tiles(False, 16 * config.tiles * config.down)
-    _skinny_kernel[(1, programs)](
+    _skinny_kernel[(config.parts, programs)](
         x, x.stride(0), rows, *_order(x, config), *line.arguments, *prefetch_slices(prefetch, programs, x), columns,
-        *line.kinds, N_TILES=_n_tiles(rows), TILES=config.tiles, **_arguments(x, config, prefetch),
+        *line.kinds, N_TILES=_n_tiles(rows), TILES=config.tiles, PARTS=config.parts, **_arguments(x, config, prefetch),
     )  # fmt: skip
     return line.outs
 

@@ -261,10 +261,10 @@ class Lineup(NamedTuple):
 
 
 def line_up(x: Tensor, weights: Sequence[Packed | Tensor], parts: int = 1) -> Lineup:
-    """parts: of a single row through the only matrix; its output is then [parts, 1, out] in float32."""
+    """parts: of the columns of the only matrix; its output is then [parts, rows, out] in float32."""
     widths = [weight.shape[0] if isinstance(weight, Tensor) else weight.rows for weight in weights]
     types = ["dense" if isinstance(weight, Tensor) else weight.type for weight in weights]
-    outs = empty_outputs(x, widths) if parts == 1 else [x.new_empty(parts, 1, widths[0], dtype=torch.float32)]
+    outs = empty_outputs(x, widths) if parts == 1 else [x.new_empty(parts, len(x), widths[0], dtype=torch.float32)]
     arguments: list[Tensor | int] = []
     for weight, out, width in zip(weights, outs, widths, strict=True):
         arguments += [out, *planes_of(weight), width]
