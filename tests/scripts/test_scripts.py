@@ -230,6 +230,14 @@ def test_memory_that_is_traded_is_measured(tmp_path: Path) -> None:
     assert any("a conversation that grows, then a short one" in line for line in told)
 
 
+def test_every_product_of_a_step_is_timed_with_few_rows() -> None:
+    """What can be tried without a GPU: which launches there are, and their forms."""
+    lines = run_script("gpu/bench_few_rows.py", "--list", "--rows", "8", "--only", "27B")
+    counts = [int(line.partition(" × ")[2].partition(":")[0]) for line in lines]
+    assert sum(counts) == 48 + 16 + 3 * 64 + 1  # inputs, then out, gate and up, down, and the head
+    assert all("old, house, lie" in line for line in lines)
+
+
 @pytest.mark.parametrize("name", ["gpu/bench_matmul.py", "gpu/bench_mixers.py"])
 def test_benches_of_kernels_import_what_they_use(name: str) -> None:
     assert "main" in runpy.run_path(str(SCRIPTS / name), run_name="imported")

@@ -85,7 +85,10 @@ def test_dense_matrices_share_the_launch_of_quantised_ones_of_any_type(
 
 
 @pytest.mark.parametrize("type", ["Q4_K", "Q5_K", "Q6_K"])
-@pytest.mark.parametrize(("rows", "config"), [(3, SkinnyConfig(1, 2, 2)), (5, SkinnyConfig(4, 1)), (9, SkinnyConfig(2, 2, 2, ordered=True))])
+@pytest.mark.parametrize(
+    ("rows", "config"),
+    [(3, SkinnyConfig(1, 2, 2)), (5, SkinnyConfig(4, 1)), (9, SkinnyConfig(2, 2, 2, ordered=True))],
+)
 def test_swiglu_agrees_with_the_definition(type: str, rows: int, config: SkinnyConfig) -> None:
     (gate, gate_values), (up, up_values) = made(type, 37, 768), made(type, 37, 768, 1)
     x = drawn(rows, 768, dtype=BF16)

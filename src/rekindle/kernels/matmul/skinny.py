@@ -1,9 +1,9 @@
 """Skinny products: two to SKINNY_ROWS rows through grouped planes in NVIDIA's tensor cores, as `gemv` does one.
 
-A matrix instruction takes eight rows of x for the price of one, so what these rows cost beside the weights is x. It is
-read as it lies and comes from the L1: all programs of a multiprocessor read the same rows, and a warp that has two tiles
-(16 rows of a matrix, or of gate and of up) reads them once for both. No launch lays x out, and no partial sums go to
-memory.
+A matrix instruction takes eight rows of x for the price of one, so what these rows cost beside the weights is x. It
+comes from the L1: all programs of a multiprocessor read the same rows, as they lie, or, where the launch runs long
+enough to pay for another one before it, in the order of mma's registers. A warp may have two tiles (16 rows of a matrix,
+or of gate and of up), and then reads x once for both. No partial sums go to memory.
 
 A step is two groups, which share an entry of `super_scales`: its loads are issued first and all together, before the
 wait for the launch that writes x. The dependent launch is triggered when a program has its sums, as in `gemv`.
@@ -58,9 +58,12 @@ SKINNY_ROWS = 16  # that these kernels can take
 
 
 class SkinnyConfig(NamedTuple):
-    """Warps of a program: `down` along the outputs, which read the same x, times `across` along the columns. A warp
-    has `tiles` (one or two) of 16 outputs; of gate and up, one of each, or its neighbour has the other. `registers` that a thread may take, 0: any number.
-    `ordered`: a launch of its own puts x in fragment order first. `parts` of the columns, with programs of their own."""
+    """Warps of a program: `down` along the outputs, which read the same x, times `across` along the columns.
+
+    A warp has `tiles` (one or two) of 16 outputs; of gate and up it has one each, or its neighbour has the other.
+    `registers` that a thread may take, 0: any number. `ordered`: a launch of its own puts x in fragment order first.
+    `parts` of the columns, with programs of their own.
+    """
 
     down: int
     across: int
@@ -111,9 +114,9 @@ def store_twice(p, apart, value):
 
 
 def ordered(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x as `Fragments` has it: values [blocks, n_tiles, 32 threads, 8]. And what the tensor core multiplies by scales,
-    as the sum of two numbers: −128 · Σ x by block, sums [pairs of groups, n_tiles, 32 threads, 4], and −160 · Σ x by half
-    of a block, half_sums [pairs of groups, n_tiles, 32 threads, 8]. Thread 4 · g + t has row g: blocks 2 · t and
+    """x as `Fragments` has it, values [blocks, n_tiles, 32 threads, 8], and what the tensor core multiplies by scales, as
+    the sum of two numbers each: −128 · Σ x by block, sums [pairs of groups, n_tiles, 32 threads, 4], and −160 · Σ x by
+    half of a block, half_sums [pairs of groups, n_tiles, 32 threads, 8]. Thread 4 · g + t has row g: blocks 2 · t and
     2 · t + 1, or the halves of blocks t and t + 4."""
     rows, columns = x.shape
     pairs, n_tiles = columns // 256, _n_tiles(rows)
@@ -219,7 +222,8 @@ def load_tile(planes, live, COLUMNS: tl.constexpr, FULL: tl.constexpr, TYPE: tl.
 def planes_at(codes, high_bits, scales, super_scales, row, pair, t, COLUMNS: tl.constexpr):
     """Where this thread finds what it needs of a row for a pair of groups."""
     block = row * (COLUMNS // 32) + pair * 8
-    return codes + block * 4 + t * 4, high_bits + block + t, scales + block, super_scales + row * (COLUMNS // 256) + pair
+    super_scales += row * (COLUMNS // 256) + pair
+    return codes + block * 4 + t * 4, high_bits + block + t, scales + block, super_scales
 
 
 @triton.jit
@@ -283,9 +287,9 @@ def offset_products(acc, row, row2, sums, t, TYPE: tl.constexpr):
         odd = t % 2
         k, k2 = signed_bytes(tl.where(t < 2, e[4], e[5]), odd), signed_bytes(tl.where(t < 2, e2[4], e2[5]), odd)
         e, e2 = row[1], row2[1]
-        l, l2 = signed_bytes(tl.where(t < 2, e[4], e[5]), odd), signed_bytes(tl.where(t < 2, e2[4], e2[5]), odd)
-        y0, y1, y2, y3 = mma(k, k2, l, l2, b0, b1, nought, nought, nought, nought)
-        y0, y1, y2, y3 = mma(k, k2, l, l2, b2, b3, y0, y1, y2, y3)
+        k3, k4 = signed_bytes(tl.where(t < 2, e[4], e[5]), odd), signed_bytes(tl.where(t < 2, e2[4], e2[5]), odd)
+        y0, y1, y2, y3 = mma(k, k2, k3, k4, b0, b1, nought, nought, nought, nought)
+        y0, y1, y2, y3 = mma(k, k2, k3, k4, b2, b3, y0, y1, y2, y3)
     c0 += d * y0
     c1 += d * y1
     c2 += d2 * y2
@@ -307,7 +311,8 @@ def group_products(
     N_TILES: tl.constexpr = x.shape[0]
     first, second = tile[0][half], tile[1][half]
     third, fourth = tile2[0][half], tile2[1][half]
-    f1, f2, f3, f4 = factors(first[6], TYPE), factors(second[6], TYPE), factors(third[6], TYPE), factors(fourth[6], TYPE)
+    f1, f2 = factors(first[6], TYPE), factors(second[6], TYPE)
+    f3, f4 = factors(third[6], TYPE), factors(fourth[6], TYPE)
     for i in tl.static_range(4):
         if ORDERED:
             b = load_piece(x + (4 * half + i) * (N_TILES * 512))
@@ -330,7 +335,8 @@ def skinny_products(
     ORDERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The tile at `planes`, and that at `planes2`, where there are two, times x over the pairs of groups pair, pair +
-    ACROSS, …, all of them or the `part`th of PARTS stretches: four [N_TILES, threads] for each. address, sums: of the first pair, [N_TILES, threads].
+    ACROSS, …, all of them or the `part`th of PARTS stretches: four [N_TILES, threads] for each. address, sums: those of
+    the first pair, [N_TILES, threads].
 
     PDL: as in `gemv_products`.
     """
@@ -560,7 +566,7 @@ def multiply(
     config: SkinnyConfig | None = None,
     prefetch: Packed | None = None,
 ) -> list[Tensor]:
-    """As `tensor_core.multiply`, for several rows. Where the config has parts, the only output is [parts, rows, out]."""
+    """As `tensor_core.multiply`, for several rows. With parts the only output is [parts, rows, out] in float32."""
     rows, columns = x.shape
     x, line = readable(x), line_up(x, weights, 1 if config is None else config.parts)
     config = config or skinny_config(sum(line.widths), columns, rows, six_bits="Q6_K" in line.types)
