@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import bench_matmul
 import torch
 from bench_matmul import Case, Chain, as_matrix, microseconds, random_weight, values_of
 from torch import Tensor
@@ -237,7 +238,7 @@ def poison(rows: int, launch: Launch) -> None:
     """Memory that the next outputs will be given holds no numbers."""
     for _, width in launch.parts:
         for dtype in (BF16, torch.float32):
-            blocks = [torch.full((n, rows, width), torch.nan, dtype=dtype, device="cuda") for n in (1, 1, 2)]
+            blocks = [torch.full((n, rows, width), torch.nan, dtype=dtype, device=bench_matmul.CUDA) for n in (1, 1, 2)]
             del blocks
 
 
@@ -274,7 +275,7 @@ class Bench:
         for launch in (Launch("down, odd", parts, 2304, 0), Launch("gated, odd", gated, 2304, 0, paired=True)):
             weights = [random_weight(type, count, 2304) for type, count in launch.parts]
             for rows in (2, 3, 5, 8, 9, 16):
-                x = torch.randn(rows, 2304, device="cuda", dtype=BF16)
+                x = torch.randn(rows, 2304, device=bench_matmul.CUDA, dtype=BF16)
                 expected = definition(launch, x, weights)
                 for config in variants(launch, rows):
                     if config.parts == 1:
@@ -293,7 +294,7 @@ class Bench:
     def run(self, launch: Launch) -> None:
         sets = weight_sets(launch)
         nbytes = sum(part.nbytes for part in sets[0])
-        most = torch.randn(max(self.rows), launch.columns, device="cuda", dtype=BF16)
+        most = torch.randn(max(self.rows), launch.columns, device=bench_matmul.CUDA, dtype=BF16)
         expected = definition(launch, most, sets[0])
         for rows in self.rows:
             case = Case(launch.name, rows, launch.columns, len(sets), nbytes, {}, lambda x: [])
@@ -341,13 +342,14 @@ class Bench:
 # ---- whole steps -----------------------------------------------------------------------------------------------------
 
 
-def steps(path: Path) -> None:
+def steps(path: Path, device: str) -> None:
     from rekindle.batch import Batch, Segment, Wanted
     from rekindle.build.stage import StageConfig, load_stage
     from rekindle.weights import open_weights
 
     file = open_weights(path)
-    config = StageConfig("cuda:0", file.spec.whole, 4, 64, 0, "bf16", dtype="bfloat16", rewind_rows=16)
+    kinds = {"kv_type": "f32", "dtype": "float32"} if device == "cpu" else {"kv_type": "bf16", "dtype": "bfloat16"}
+    config = StageConfig(device, file.spec.whole, 4, 64, rewind_rows=16, **kinds)
     stage = load_stage(file, config)
     tokens = tuple(range(5, 517))
     columns: dict[int, dict[str, tuple[float, float]]] = {}
@@ -366,13 +368,13 @@ def steps(path: Path) -> None:
 
         for _ in range(3):
             step()
-        torch.cuda.synchronize()
+        wait(device)
         began = time.perf_counter()
         for _ in range(20):
             step()
-        torch.cuda.synchronize()
+        wait(device)
         wall = (time.perf_counter() - began) / 20 * 1e3
-        columns[rows], busy = by_kernel(step, 5)
+        columns[rows], busy = by_kernel(step, 5, device)
         spans[rows] = wall, busy
         stage.close(0)
     print(f"{path.stem}: µs a step (launches) by kernel, what each adds to the end of those before it")
@@ -387,17 +389,23 @@ def steps(path: Path) -> None:
     stage.stop()
 
 
-def by_kernel(step: Callable[[], None], repeats: int) -> tuple[dict[str, tuple[float, float]], float]:
+def wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def by_kernel(step: Callable[[], None], repeats: int, device: str) -> tuple[dict[str, tuple[float, float]], float]:
     """Microseconds and launches of a step by kernel, and milliseconds of all."""
     from torch.profiler import ProfilerActivity, profile
 
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    wait(device)
+    kind = ProfilerActivity.CPU if device == "cpu" else ProfilerActivity.CUDA
+    with profile(activities=[kind]) as recorded:
         for _ in range(repeats):
             step()
-        torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA
-    events = [event for event in recorded.events() if event.device_type == cuda]
+        wait(device)
+    here = torch.autograd.DeviceType.CPU if device == "cpu" else torch.autograd.DeviceType.CUDA
+    events = [event for event in recorded.events() if event.device_type == here]
     added, count, end = Counter[str](), Counter[str](), 0.0
     for event in sorted(events, key=lambda event: event.time_range.end):
         start = max(end, event.time_range.start)
@@ -418,6 +426,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=95, help="after these no further variant is tried")
     parser.add_argument("--arch", type=int, default=90, help="of the card that kernels are compiled for")
     parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--shapes", nargs="+", default=list(MODELS.values()), help="of --steps")
+    parser.add_argument("--device", default="cuda:0", help="of --steps")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
@@ -432,10 +442,10 @@ def main() -> int:
         print(f"{compile_all(chosen, options.rows, options.arch)} kernels")
         return 0
     if options.steps:
-        for shape in MODELS.values():
+        for shape in options.shapes:
             path = options.folder / f"{shape}.gguf"
             if path.exists():
-                steps(path)
+                steps(path, options.device)
                 torch.cuda.empty_cache()
             else:
                 print(f"{path} is not there")

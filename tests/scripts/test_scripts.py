@@ -20,6 +20,7 @@ from support.scripts import SCRIPTS, result_of, run_script
 
 from rekindle.api import Guard, ModelHost, create_app
 from rekindle.bench.recorded import CHAT, read_session
+from rekindle.bench.synth import write_synthetic
 
 TESTS = Path(__file__).parents[1]
 ELSEWHERE = {  # scripts that other tests start, or import whole
@@ -228,6 +229,13 @@ def test_the_cost_of_a_schema_is_measured_beside_plain_answers(tmp_path: Path) -
 def test_memory_that_is_traded_is_measured(tmp_path: Path) -> None:
     told = run_script("gpu/bench_trade.py", "--device", "cpu", "--folder", tmp_path)
     assert any("a conversation that grows, then a short one" in line for line in told)
+
+
+def test_a_step_is_taken_apart_by_kernel(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "tiny-moe.gguf", "tiny-moe")
+    small = ["--shapes", "tiny-moe", "--device", "cpu", "--folder", tmp_path]
+    lines = run_script("gpu/bench_few_rows.py", "--steps", *small)
+    assert [line.split(":")[0] for line in lines[-3:]] == ["1 rows", "2 rows", "8 rows"]
 
 
 def test_every_product_of_a_step_is_timed_with_few_rows() -> None:

@@ -2,8 +2,8 @@
 
 A matrix instruction takes eight rows of x for the price of one, so what these rows cost beside the weights is x. It
 comes from the L1: all programs of a multiprocessor read the same rows, as they lie, or, where the launch runs long
-enough to pay for another one before it, in the order of mma's registers. A warp may have two tiles (16 rows of a matrix,
-or of gate and of up), and then reads x once for both. No partial sums go to memory.
+enough to pay for another one before it, in the order of mma's registers. A warp may have two tiles (16 rows of a
+matrix, or of gate and of up), and then reads x once for both. No partial sums go to memory.
 
 A step is two groups, which share an entry of `super_scales`: its loads are issued first and all together, before the
 wait for the launch that writes x. The dependent launch is triggered when a program has its sums, as in `gemv`.
@@ -114,9 +114,9 @@ def store_twice(p, apart, value):
 
 
 def ordered(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x as `Fragments` has it, values [blocks, n_tiles, 32 threads, 8], and what the tensor core multiplies by scales, as
-    the sum of two numbers each: −128 · Σ x by block, sums [pairs of groups, n_tiles, 32 threads, 4], and −160 · Σ x by
-    half of a block, half_sums [pairs of groups, n_tiles, 32 threads, 8]. Thread 4 · g + t has row g: blocks 2 · t and
+    """x as `Fragments` has it, values [blocks, n_tiles, 32 threads, 8], and what the tensor core multiplies by scales,
+    as the sum of two numbers each: −128 · Σ x by block, sums [pairs of groups, n_tiles, 32 threads, 4], and −160 · Σ x
+    by half of a block, half_sums [pairs of groups, n_tiles, 32 threads, 8]. Thread 4 · g + t has row g: blocks 2 · t and
     2 · t + 1, or the halves of blocks t and t + 4."""
     rows, columns = x.shape
     pairs, n_tiles = columns // 256, _n_tiles(rows)
