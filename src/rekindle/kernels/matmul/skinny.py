@@ -116,8 +116,8 @@ def store_twice(p, apart, value):
 def ordered(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x as `Fragments` has it, values [blocks, n_tiles, 32 threads, 8], and what the tensor core multiplies by scales,
     as the sum of two numbers each: −128 · Σ x by block, sums [pairs of groups, n_tiles, 32 threads, 4], and −160 · Σ x
-    by half of a block, half_sums [pairs of groups, n_tiles, 32 threads, 8]. Thread 4 · g + t has row g: blocks 2 · t and
-    2 · t + 1, or the halves of blocks t and t + 4."""
+    by half of a block, half_sums [pairs of groups, n_tiles, 32 threads, 8]. Thread 4 · g + t has row g: blocks 2 · t
+    and 2 · t + 1, or the halves of blocks t and t + 4."""
     rows, columns = x.shape
     pairs, n_tiles = columns // 256, _n_tiles(rows)
     values, sums, half_sums = (
