@@ -138,8 +138,11 @@ def variants(launch: Launch, rows: int) -> Iterator[SkinnyConfig]:
     else:
         every = [config(1, 4), config(1, 8), config(1, 4, ordered=True), config(1, 8, ordered=True)]
         every += [config(2, 4, ordered=True)]
+        if "Q6_K" in launch.name:
+            every += [config(1, 4, registers=96, ordered=True)]
         if "down" in launch.name:
             every += [config(1, 4, ordered=True, parts=2), config(1, 4, parts=2)]
+            every += [config(1, 4, registers=96, ordered=True, parts=2)]
         elif launch.width >= tensor_core.WIDE:
             every += [config(1, 4, 2, ordered=True), config(1, 2, ordered=True)]
     yield from (each for each in every if rows <= 8 or each.ordered)
@@ -148,6 +151,7 @@ def variants(launch: Launch, rows: int) -> Iterator[SkinnyConfig]:
 def label_of(config: SkinnyConfig) -> str:
     words = "ord" if config.ordered else "lie"
     words += f" {config.down}x{config.across}"
+    words += f" r{config.registers}" if config.registers else ""
     return words + (" 2 tiles" if config.tiles == 2 else "") + (f" {config.parts} parts" if config.parts > 1 else "")
 
 
