@@ -63,6 +63,13 @@ class Launch:
         return sum(rows for _, rows in self.parts)
 
 
+ODD = (
+    Launch("odd Q6_K", (("dense", 45), ("Q4_K", 1000), ("Q6_K", 40), ("Q5_K", 333)), 2304, 0),
+    Launch("odd gated", (("Q5_K", 213), ("Q5_K", 213)), 2304, 0, paired=True),
+    Launch("odd down", (("Q6_K", 213),), 2304, 0),
+)
+
+
 # ---- cases and forms -------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +152,8 @@ def variants(launch: Launch, rows: int) -> Iterator[SkinnyConfig]:
             every += [config(1, 4, registers=96, ordered=True, parts=2)]
         elif launch.width >= tensor_core.WIDE:
             every += [config(1, 4, 2, ordered=True), config(1, 2, ordered=True)]
-    yield from (each for each in every if rows <= 8 or each.ordered)
+    few = [each for each in every if each.ordered and each.tiles == 1 and not each.registers]
+    yield from every if rows <= 8 else few
 
 
 def label_of(config: SkinnyConfig) -> str:
@@ -182,15 +190,15 @@ def outline_of(type: str, rows: int, columns: int) -> Packed | Tensor:
     )  # fmt: skip
 
 
-def noted(chosen: list[Launch], rows: list[int]) -> Iterator[object]:
-    """Every kernel that will be launched, each once."""
+def noted(chosen: Sequence[Launch], rows: Sequence[int]) -> Iterator[object]:
+    """Every kernel that will be launched, each once; the slowest to compile, those of several types, first."""
     from rekindle.kernels import norm
     from rekindle.warmup.launches import recording
     from rekindle.warmup.outline import DeviceWithoutMemory
 
     given = 0
     with DeviceWithoutMemory(), torch.inference_mode(), recording() as found:
-        for launch in chosen:
+        for launch in sorted(chosen, key=lambda launch: -len(set(launch.parts))):
             weights = [outline_of(type, count, launch.columns) for type, count in launch.parts]
             for n in rows:
                 x = torch.empty(n, launch.columns, dtype=BF16, device="cuda:0")
@@ -208,7 +216,8 @@ def compile_all(chosen: list[Launch], rows: list[int], arch: int) -> int:
     from rekindle.warmup.launches import CompileWorkers
 
     workers = CompileWorkers(WORKERS, GPUTarget("cuda", arch, 32))
-    jobs = [workers.compile(launch) for launch in noted(chosen, rows)]  # type: ignore[arg-type]
+    jobs = [workers.compile(launch) for launch in noted(ODD, (8, 16))]  # type: ignore[arg-type]
+    jobs += [workers.compile(launch) for launch in noted(chosen, rows)]  # type: ignore[arg-type]
     failed = [error for job in jobs if (error := job.exception()) is not None]
     for error in failed[:3]:
         print(f"does not compile: {str(error)[-300:]}", flush=True)
@@ -273,17 +282,14 @@ class Bench:
             print(text, flush=True)
 
     def check_odd_sizes(self) -> None:
-        """Every type in one launch, sizes that no tile divides, every variant."""
-        parts = (("dense", 45), ("Q4_K", 1000), ("Q6_K", 40), ("Q5_K", 333))
-        gated = tuple((type, 213) for type in ("Q5_K", "Q5_K"))
-        for launch in (Launch("down, odd", parts, 2304, 0), Launch("gated, odd", gated, 2304, 0, paired=True)):
-            weights = [random_weight(type, count, 2304) for type, count in launch.parts]
+        """Sizes that no tile divides, every type, every variant."""
+        for launch in ODD:
+            weights = [random_weight(type, count, launch.columns) for type, count in launch.parts]
             for rows in (2, 3, 5, 8, 9, 16):
-                x = torch.randn(rows, 2304, device=bench_matmul.CUDA, dtype=BF16)
+                x = torch.randn(rows, launch.columns, device=bench_matmul.CUDA, dtype=BF16)
                 expected = definition(launch, x, weights)
                 for config in variants(launch, rows):
-                    if config.parts == 1:
-                        self.note(launch, rows, label_of(config), skinny_form(launch, config), x, weights, expected)
+                    self.note(launch, rows, label_of(config), skinny_form(launch, config), x, weights, expected)
 
     def note(self, launch, rows, label, form, x, weights, expected) -> bool:
         try:

@@ -233,7 +233,7 @@ def test_memory_that_is_traded_is_measured(tmp_path: Path) -> None:
 
 def test_a_step_is_taken_apart_by_kernel(tmp_path: Path) -> None:
     write_synthetic(tmp_path / "tiny-moe.gguf", "tiny-moe")
-    small = ["--shapes", "tiny-moe", "--device", "cpu", "--folder", tmp_path]
+    small = ["--shapes", "tiny-moe", "--device", "cpu", "--folder", str(tmp_path)]
     lines = run_script("gpu/bench_few_rows.py", "--steps", *small)
     assert [line.split(":")[0] for line in lines[-3:]] == ["1 rows", "2 rows", "8 rows"]
 
