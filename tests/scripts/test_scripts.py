@@ -20,6 +20,7 @@ from support.scripts import SCRIPTS, result_of, run_script
 
 from rekindle.api import Guard, ModelHost, create_app
 from rekindle.bench.recorded import CHAT, read_session
+from rekindle.bench.synth import write_synthetic
 
 TESTS = Path(__file__).parents[1]
 ELSEWHERE = {  # scripts that other tests start, or import whole
@@ -248,6 +249,21 @@ def test_memory_that_is_shared_live_is_measured_through_http(tmp_path: Path) -> 
     assert rows["500 again"]["met"] and rows["tokens restored in 3 turns"]["met"] and rows["kernels amid it"]["met"]
     assert rows["mix"]["figure"].startswith("traded ")
     assert told[-1] == "missed: nothing. Left out: nothing"
+
+
+def test_a_step_is_taken_apart_by_kernel(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "tiny-moe.gguf", "tiny-moe")
+    small = ["--shapes", "tiny-moe", "--device", "cpu", "--folder", str(tmp_path)]
+    lines = run_script("gpu/bench_few_rows.py", "--steps", *small)
+    assert [line.split(":")[0] for line in lines[-3:]] == ["1 rows", "2 rows", "8 rows"]
+
+
+def test_every_product_of_a_step_is_timed_with_few_rows() -> None:
+    """What can be tried without a GPU: which launches there are, and their forms."""
+    lines = run_script("gpu/bench_few_rows.py", "--list", "--rows", "8", "--only", "27B")
+    counts = [int(line.partition(" × ")[2].partition(":")[0]) for line in lines]
+    assert sum(counts) == 48 + 16 + 3 * 64 + 1  # inputs, then out, gate and up, down, and the head
+    assert all("old, house, lie" in line for line in lines)
 
 
 @pytest.mark.parametrize("name", ["gpu/bench_matmul.py", "gpu/bench_mixers.py"])

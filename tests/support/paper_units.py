@@ -148,6 +148,25 @@ def lowered(pair: tl.tensor) -> tl.tensor:
     return words(low.view(np.uint32) >> 16 | high.view(np.uint32) & 0xFFFF0000)
 
 
+def bfloat16_pair(low: np.ndarray, high: np.ndarray) -> tl.tensor:
+    """Two numbers that bfloat16 has, in a register."""
+    low, high = (half.astype(np.float32).view(np.uint32) for half in (low, high))
+    assert not (low & 0xFFFF).any() and not (high & 0xFFFF).any(), "bfloat16 has no such number"
+    return words(low >> 16 | high)
+
+
+def small_bytes(word: tl.tensor, k: int) -> tl.tensor:
+    bits = array(word).view(np.uint32)
+    low, high = (bits >> 8 * int(k) & 255, bits >> 8 * int(k) + 16 & 255)
+    return bfloat16_pair(low % 128, high % 128)  # more is of no use: not live
+
+
+def signed_bytes(word: tl.tensor, half: tl.tensor) -> tl.tensor:
+    bits = array(word).view(np.uint32) >> 16 * array(half).astype(np.uint32)
+    low, high = (((bits >> shift & 255) ^ 128).astype(np.int64) - 128 for shift in (0, 8))
+    return bfloat16_pair(low, high)
+
+
 def byte_as_float(word: tl.tensor, k: int) -> tl.tensor:
     return registers((32768 + (array(word).view(np.uint32) >> 8 * int(k) & 255)).astype(np.float32), tl.float32)
 
@@ -195,6 +214,7 @@ def lay_out(monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
         "load_scales": load_scales,
         "load_one": load_one,
         "load_codes": load_four,
+        "load_eight_scales": load_four,
         "load_pair": load_pair,
         "load_or_nought": load_or_nought,
         "store_word": store_word,
@@ -203,6 +223,8 @@ def lay_out(monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
         "with_bits": with_bits,
         "in_two_parts": in_two_parts,
         "lowered": lowered,
+        "small_bytes": small_bytes,
+        "signed_bytes": signed_bytes,
         "byte_as_float": byte_as_float,
         "mma": product,
     }

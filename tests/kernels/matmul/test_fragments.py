@@ -9,7 +9,7 @@ import torch
 from support.matrices import drawn, error, made
 from support.paper_units import lay_out
 
-from rekindle.kernels.matmul import fragments, mma, tensor_core
+from rekindle.kernels.matmul import fragments, mma, skinny, tensor_core
 from rekindle.kernels.matmul import triton as fast
 from rekindle.kernels.matmul.fragments import FragmentsConfig
 
@@ -52,9 +52,9 @@ def test_matrices_of_several_types_share_a_launch(early: bool, monkeypatch: pyte
 
 def test_rows_are_laid_out_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    for form in (fragments, tensor_core):
+    for form in (fragments, tensor_core, skinny):
         monkeypatch.setattr(form, "multiply", lambda x, w, form=form, prefetch=None: taken.append(form) or [x])
     packed, wide = (dataclasses.replace(made("Q4_K", 16, 256)[0], rows=rows) for rows in (16, 8192))
     for rows, weight in ((1, packed), (2, packed), (16, wide), (17, wide), (32, wide)):
         fast.multiply(drawn(rows, 256, dtype=BF16), weight)
-    assert taken == [tensor_core, fragments, tensor_core, fragments, fragments]
+    assert taken == [tensor_core, skinny, skinny, fragments, fragments]

@@ -8,7 +8,7 @@ from support.matrices import drawn, error, made
 from support.paper_units import lay_out
 from torch import Tensor
 
-from rekindle.kernels.matmul import fragments, mma, naive, stream_k, tensor_core
+from rekindle.kernels.matmul import fragments, mma, naive, skinny, stream_k, tensor_core
 from rekindle.kernels.matmul import triton as fast
 from rekindle.kernels.matmul.stream_k import StreamKShape
 from rekindle.kernels.matmul.tile_semaphores import semaphores
@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def _paper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mma, "available", lambda x: x.dtype == BF16)
-    lay_out(monkeypatch, stream_k, fragments, tensor_core)
+    lay_out(monkeypatch, skinny, stream_k, fragments, tensor_core)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_the_door_sends_large_launches_of_several_rows_here(monkeypatch: pytest.
     monkeypatch.setattr(stream_k, "multiply", multiply)
     for least in (16 * 256, 16 * 256 + 1):
         monkeypatch.setattr(stream_k, "LEAST", least)
-        for rows in (1, 2):
+        for rows in (16, 17):
             x = drawn(rows, 256, dtype=BF16)
             assert error(fast.multiply(x, packed), x.float() @ values.T) < 6e-3
-    assert taken == [2]
+    assert taken == [17]

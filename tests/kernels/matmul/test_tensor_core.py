@@ -10,7 +10,7 @@ import torch
 from support.matrices import drawn, error, made
 from support.paper_units import array, lay_out
 
-from rekindle.kernels.matmul import fragments, mma, naive, tensor_core
+from rekindle.kernels.matmul import fragments, mma, naive, skinny, stream_k, tensor_core
 from rekindle.kernels.matmul import triton as fast
 from rekindle.kernels.matmul.types import Matrix
 
@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def _paper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mma, "available", lambda x: x.dtype == BF16)
-    lay_out(monkeypatch, tensor_core, fragments)
+    lay_out(monkeypatch, tensor_core, skinny, stream_k, fragments)
 
 
 @pytest.fixture
@@ -62,20 +62,22 @@ def test_parts_of_the_columns_add_up_to_the_product(type: str, columns: int) -> 
     assert error(out.sum(0), x.float() @ values.T) < 1e-4  # the interpreter rounds products that the card fuses
 
 
-def test_only_a_long_and_narrow_matrix_of_six_bits_is_left_in_parts_and_only_for_one_row(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("rows", [1, 2, 16, 17])
+def test_only_a_long_and_narrow_matrix_is_left_in_parts_and_for_one_row_only_of_six_bits(
+    rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_core, "LONG", 1024)
-    monkeypatch.setattr(tensor_core, "WIDE", 64)
+    for form in (tensor_core, skinny):
+        monkeypatch.setattr(form, "LONG", 1024)
+        monkeypatch.setattr(form, "WIDE", 64)
     shapes = {("Q6_K", 32, 1024): 2, ("Q4_K", 32, 1024): 1, ("Q6_K", 64, 1024): 1, ("Q6_K", 32, 768): 1}
-    for (type, rows, columns), parts in shapes.items():
-        packed, values = made(type, rows, columns)
-        x = drawn(1, columns, dtype=BF16)
+    for (type, width, columns), parts in shapes.items():
+        packed, values = made(type, width, columns)
+        x = drawn(rows, columns, dtype=BF16)
         out = fast.multiply_in_parts(x, packed)
-        assert out.shape == ((parts, 1, rows) if parts > 1 else (1, rows))
-        assert error(out.view(parts, 1, rows).float().sum(0), x.float() @ values.T) < 6e-3
-    packed, _ = made("Q6_K", 32, 1024)
-    assert fast.multiply_in_parts(drawn(2, 1024, dtype=BF16), packed).shape == (2, 32)
+        if rows > 1:  # of any type, but not of many rows
+            parts = 2 if rows < 17 and (width, columns) == (32, 1024) else 1
+        assert out.shape == ((parts, rows, width) if parts > 1 else (rows, width))
+        assert error(out.view(parts, rows, width).float().sum(0), x.float() @ values.T) < 6e-3
 
 
 def test_the_units_take_no_matrix_of_fewer_rows_than_one_of_their_tiles() -> None:

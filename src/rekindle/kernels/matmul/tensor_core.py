@@ -75,7 +75,7 @@ def outputs_of(type, tiles):
 
 
 @triton.jit
-def _hand_over(prefetch, TRIGGER_LATE: tl.constexpr, PREFETCH: tl.constexpr, WARPS: tl.constexpr):
+def hand_over(prefetch, TRIGGER_LATE: tl.constexpr, PREFETCH: tl.constexpr, WARPS: tl.constexpr):
     """A program has its sums: it triggers the dependent launch, and prefetches its slice of what that one reads first.
     prefetch: four planes, each with a program's bytes of it, and the first program that prefetches any."""
     if TRIGGER_LATE:
@@ -108,7 +108,7 @@ def _segment(
         m = m_first + 8 * tl.arange(0, n_tiles)[:, None] + g
         address = (x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + 8 * t).to(tl.int64)
         acc = dense_products(address, codes, row, row2, warp, COLUMNS, WARPS, PDL)
-        _hand_over(prefetch, TRIGGER_LATE, PREFETCH, WARPS)
+        hand_over(prefetch, TRIGGER_LATE, PREFETCH, WARPS)
         store_tile(out, over_warps(acc, n_tiles, WARPS), m_first, rows, at, width, n_tiles)
     elif N_TILES == 0:
         at, part = whole_tile(at, width), tl.program_id(0)
@@ -116,7 +116,7 @@ def _segment(
             single_address(x, WARPS), codes, high_bits, scales, super_scales, (at + g).to(tl.int64), warp, part,
             COLUMNS, TYPE, WARPS, PARTS, PDL,
         )  # fmt: skip
-        _hand_over(prefetch, TRIGGER_LATE, PREFETCH, WARPS)
+        hand_over(prefetch, TRIGGER_LATE, PREFETCH, WARPS)
         store_single(out + part * width, single_over_warps(single, WARPS), at, width)
     else:
         m = tl.program_id(0) * 8 * N_TILES + 8 * tl.arange(0, N_TILES)[:, None] + g
@@ -227,7 +227,7 @@ def _gated_products_kernel(
             single_address(x, WARPS), codes, high_bits, scales, super_scales, (at + g).to(tl.int64), warp // 2, 0,
             COLUMNS, TYPE, WARPS // 2, 1, PDL,
         )  # fmt: skip
-        _hand_over((p0, n0, p1, n1, p2, n2, p3, n3, first), TRIGGER_LATE, PREFETCH, WARPS)
+        hand_over((p0, n0, p1, n1, p2, n2, p3, n3, first), TRIGGER_LATE, PREFETCH, WARPS)
         store_single(out, single_gated_over_warps(single, WARPS), at, width)
     else:
         row, row2, _, _ = rows_of_tiles(at + g, width)
@@ -261,10 +261,10 @@ class Lineup(NamedTuple):
 
 
 def line_up(x: Tensor, weights: Sequence[Packed | Tensor], parts: int = 1) -> Lineup:
-    """parts: of a single row through the only matrix; its output is then [parts, 1, out] in float32."""
+    """parts: of the columns of the only matrix; its output is then [parts, rows, out] in float32."""
     widths = [weight.shape[0] if isinstance(weight, Tensor) else weight.rows for weight in weights]
     types = ["dense" if isinstance(weight, Tensor) else weight.type for weight in weights]
-    outs = empty_outputs(x, widths) if parts == 1 else [x.new_empty(parts, 1, widths[0], dtype=torch.float32)]
+    outs = empty_outputs(x, widths) if parts == 1 else [x.new_empty(parts, len(x), widths[0], dtype=torch.float32)]
     arguments: list[Tensor | int] = []
     for weight, out, width in zip(weights, outs, widths, strict=True):
         arguments += [out, *planes_of(weight), width]
@@ -299,7 +299,7 @@ def multiply(
     assert config.parts == 1 or len(weights) == 1, "parts are of one matrix"
     programs = line.tiles(True, 16) + line.tiles(False, 16 * config.tiles)
     _products_kernel[(_programs(rows, config), programs)](
-        x, x.stride(0), rows, *line.arguments, *_prefetch_slices(prefetch, programs, x), columns, *line.kinds,
+        x, x.stride(0), rows, *line.arguments, *prefetch_slices(prefetch, programs, x), columns, *line.kinds,
         N_TILES=config.n_tiles, TILES=config.tiles, WARPS=config.warps, PARTS=config.parts,
         AHEAD=config.ahead, num_warps=config.warps, num_stages=1, **trigger_arguments(x, sum(line.widths), prefetch),
     )  # fmt: skip
@@ -317,7 +317,7 @@ def swiglu(
     programs = triton.cdiv(gate.rows, 16)
     _gated_products_kernel[(_programs(rows, config), programs)](
         x, x.stride(0), rows, out, gate.rows, *planes_of(gate), *planes_of(up),
-        *_prefetch_slices(prefetch, programs, x), columns, gate.type,
+        *prefetch_slices(prefetch, programs, x), columns, gate.type,
         N_TILES=config.n_tiles, WARPS=config.warps, AHEAD=config.ahead,
         num_warps=config.warps, num_stages=1, **trigger_arguments(x, 2 * gate.rows, prefetch),
     )  # fmt: skip
@@ -341,7 +341,7 @@ def trigger_arguments(x: Tensor, width: int, prefetch: Packed | None) -> dict[st
     return {**pdl, "TRIGGER_LATE": late, "PREFETCH": late and prefetch is not None}
 
 
-def _prefetch_slices(prefetch: Packed | None, programs: int, x: Tensor) -> list[Tensor | int]:
+def prefetch_slices(prefetch: Packed | None, programs: int, x: Tensor) -> list[Tensor | int]:
     """Its planes as bytes, each with the bytes that one program prefetches, and the first program that does.
 
     The first rows of all planes: they are what the first programs of the next launch read.

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rekindle.kernels.device import pdl_arguments
-from rekindle.kernels.matmul import fragments, mma, scalar_gemv, stream_k, tensor_core, tiled
+from rekindle.kernels.matmul import fragments, mma, scalar_gemv, skinny, stream_k, tensor_core, tiled
 from rekindle.kernels.matmul.dense import product
 from rekindle.kernels.matmul.expand import many_rows
 from rekindle.kernels.matmul.tensor_core import SEGMENTS
@@ -30,6 +30,7 @@ class Kernel(StrEnum):
     """What multiplies packed weights, by the file that holds it."""
 
     GEMV = "gemv"
+    SKINNY = "skinny"
     TENSOR_CORE = "tensor_core"
     FRAGMENTS = "fragments"
     STREAM_K = "stream_k"
@@ -44,6 +45,8 @@ def choose(rows: int, width: int, columns: int, tensor_cores: bool) -> Kernel:
         return Kernel.SCALAR_GEMV if rows == 1 else Kernel.TILED if rows < MANY_ROWS else Kernel.EXPAND
     if rows == 1:
         return Kernel.GEMV
+    if rows <= skinny.SKINNY_ROWS:
+        return Kernel.SKINNY
     if not few(rows):
         return Kernel.EXPAND
     if stream_k.pays(rows, width * columns):
@@ -60,6 +63,8 @@ def choose_swiglu(rows: int, width: int, columns: int, alike: bool, tensor_cores
         return Kernel.SCALAR_GEMV if rows == 1 else Kernel.TILED if rows < MANY_ROWS else None
     if rows == 1:
         return Kernel.GEMV
+    if rows <= skinny.SKINNY_ROWS:
+        return Kernel.SKINNY
     if not few(rows):
         return None
     return Kernel.STREAM_K if rows > 8 or stream_k.pays(rows, width * columns) else Kernel.TENSOR_CORE
@@ -78,10 +83,13 @@ def multiply(x: Tensor, weight: Packed, prefetch: Matrix | None = None) -> Tenso
 
 
 def multiply_in_parts(x: Tensor, weight: Packed, prefetch: Matrix | None = None) -> Tensor:
-    config = tensor_core.parts_config(weight) if x.shape[0] == 1 and uses_tensor_cores(x, weight) else None
-    if config is None:
-        return multiply(x, weight, prefetch=prefetch)
-    return tensor_core.multiply(x, [weight], config=config, prefetch=_planes_to_come(x, prefetch))[0]
+    rows, behind = x.shape[0], _planes_to_come(x, prefetch)
+    if rows <= skinny.SKINNY_ROWS and uses_tensor_cores(x, weight):
+        if rows == 1 and (config := tensor_core.parts_config(weight)) is not None:
+            return tensor_core.multiply(x, [weight], config=config, prefetch=behind)[0]
+        if rows > 1 and (form := skinny.parts_config(weight, rows)) is not None:
+            return skinny.multiply(x, [weight], form, behind)[0]
+    return multiply(x, weight, prefetch=prefetch)
 
 
 def multiply_by_all(x: Tensor, matrices: list[Matrix], prefetch: Matrix | None = None) -> list[Tensor]:
@@ -105,6 +113,8 @@ def _products(x: Tensor, weights: list[Packed | Tensor], prefetch: Matrix | None
     rows, columns = x.shape
     width = sum(weight.shape[0] if isinstance(weight, Tensor) else weight.rows for weight in weights)
     kernel = choose(rows, width, columns, tensor_cores=True)
+    if kernel is Kernel.SKINNY:
+        return skinny.multiply(x, weights, prefetch=_planes_to_come(x, prefetch))
     if kernel is Kernel.STREAM_K:
         return stream_k.multiply(x, weights)
     if kernel is Kernel.FRAGMENTS:
@@ -138,6 +148,8 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, prefetch: Matrix | None = None) 
     kernel = choose_swiglu(x.shape[0], width, gate.columns, alike, uses_tensor_cores(x, gate))
     if kernel is Kernel.GEMV:
         return tensor_core.swiglu(x, gate, up, prefetch=_planes_to_come(x, prefetch))
+    if kernel is Kernel.SKINNY:
+        return skinny.swiglu(x, gate, up, prefetch=_planes_to_come(x, prefetch))
     if kernel is Kernel.TENSOR_CORE:
         return tensor_core.swiglu(x, gate, up)
     if kernel is Kernel.STREAM_K:
