@@ -123,10 +123,6 @@ class Layer:
         planes = self.gate.planes, self.up.planes, self.down.planes
         return moe_tensor_core.by_pair(h, ids, weights, *planes, 512, quad, config)
 
-    def by_group(self, h: Tensor, ids: Tensor, weights: Tensor, config: TensorCoreConfig) -> Tensor:
-        stacks = self.gate, self.up, self.down
-        return fast_moe.by_group_on_tensor_cores(h, ids, weights, *stacks, self.shared, 1, config)
-
     def by_integers(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return fast_moe.by_integers(h, ids, weights, self.gate, self.up, self.down, self.shared)
 
@@ -211,10 +207,8 @@ def route_case(rows: int) -> Case:
     return Case(f"35B route x{rows}", rows, 2048, 16, 256 * 2048 * 4.0, forms, expected, 1e-4)
 
 
-def moe_case(
-    rows: int, pairs: tuple[TensorCoreConfig, ...], groups: tuple[TensorCoreConfig, ...] = (), integers: bool = True
-) -> Case:
-    """Route and experts: every pair for itself, an expert's pairs by twos in the integer tensor cores, or by eights."""
+def moe_case(rows: int, pairs: tuple[TensorCoreConfig, ...] = (), integers: bool = True) -> Case:
+    """Route and experts: every pair for itself, or an expert's pairs by twos in the integer tensor cores."""
 
     def by_pair(config: TensorCoreConfig, link: int, h: Tensor) -> list[Tensor]:
         return [layer().by_pair(h, *router.route(h, layer().router, 8), config)]
@@ -222,13 +216,9 @@ def moe_case(
     def by_integers(link: int, h: Tensor) -> list[Tensor]:
         return [layer().by_integers(h, *router.route(h, layer().router, 8))]
 
-    def by_group(config: TensorCoreConfig, link: int, h: Tensor) -> list[Tensor]:
-        return [layer().by_group(h, *router.route(h, layer().router, 8), config)]
-
     forms: dict[str, Run] = {f"pairs {_label(config)}": functools.partial(by_pair, config) for config in pairs}
     if integers:
         forms["integers"] = by_integers
-    forms |= {f"groups {_label(config)}": functools.partial(by_group, config) for config in groups}
     distinct = 256 * (1 - (1 - 8 / 256) ** rows)  # experts, if every choice is as likely
     return Case(
         f"35B route + moe x{rows}", rows, 2048, 16, layer().nbytes(distinct), forms,
@@ -253,11 +243,11 @@ OUT_35B = "35B out 2048,4096 Q4_K", [("Q4_K", 2048)], 4096
 
 def cases() -> Iterator[Callable[[], Case]]:
     few, part = FewConfig, functools.partial
-    pairs, n_tiles = moe_tensor_core.pairs_config, moe_tensor_core.groups_config
+    pairs = moe_tensor_core.pairs_config
     yield part(moe_case, 1, (pairs(1),), integers=False)
     yield part(moe_case, 8, (pairs(8),))
-    yield part(moe_case, 16, (), (n_tiles,))
-    yield part(moe_case, 32, (), (n_tiles,))
+    yield part(moe_case, 16)
+    yield part(moe_case, 32)
     yield part(products_case, *SMALL, 1, few(8, 0, False))
     yield part(products_case, *DELTA, 1, few(8, 0, False))
     yield part(products_case, *GATE_UP, 1, paired=True)

@@ -9,7 +9,7 @@
    choices of its own, from the chosen experts to the sum (no router). --skew: what an expert is liked by, as the
    deviation of its logit. --parts: the time of every launch too, as torch's profiler has it.
 
-"old" is what served these rows before `along_outputs`; "now" is what the house takes. The short table (microseconds a
+"tiled" is the form of any GPU (`groups`); "now" is what the dispatcher takes. The short table (microseconds a
 layer) comes last; all goes to $OUT/bench_moe.txt. Exit code 1: something was wrong.
 """
 
@@ -87,9 +87,7 @@ class Layer:
 # ---- forms ---------------------------------------------------------------------------------------------------------
 
 
-def old(layer: Layer, h: Tensor, ids: Tensor, weights: Tensor, shared: SharedExpert | None) -> Tensor:
-    if h.shape[0] <= fast.TENSOR_CORE_GROUP_ROWS:
-        return fast.by_group_on_tensor_cores(h, ids, weights, *layer.stacks, shared)
+def tiled(layer: Layer, h: Tensor, ids: Tensor, weights: Tensor, shared: SharedExpert | None) -> Tensor:
     return fast.by_group(h, ids, weights, *layer.stacks, shared, expanding=False)
 
 
@@ -105,7 +103,7 @@ def along(config: AlongConfig) -> Run:
 
 
 def forms(rows: int) -> Iterator[tuple[str, Run]]:
-    yield "old", old
+    yield "tiled", tiled
     yield "now", now
     for config, (least, most) in CONFIGS.items():
         if least <= rows <= most:
@@ -331,7 +329,7 @@ def main() -> int:
         found: dict[tuple[str, int, bool], float] = {}
         for count in rows:
             for name, run in forms(count):
-                for shared in (False, True) if name in ("old", "now") else (False,):
+                for shared in (False, True) if name in ("tiled", "now") else (False,):
                     if time.perf_counter() - begin > SECONDS:
                         log(f"no time left for {name}, {count} rows")
                         continue

@@ -7,8 +7,8 @@ expert that is no pair like the others (of two types, or of another width) keeps
     experts                           rows of h   kernels
     tensor cores                      1-8         tensor_core.by_pair
     tensor cores                      9-32        integers.run_experts
-    tensor cores                      33-2048     along_outputs.grouped_shares
-    tensor cores                      2049-3071   groups.run_grouped
+    tensor cores                      33-1280     along_outputs.grouped_shares
+    tensor cores                      1281-3071   groups.run_grouped
     tensor cores                      3072-       groups.run_grouped, expanded
     otherwise                         1-4         pairs.by_pair
     otherwise                         5-3071      groups.run_grouped

@@ -39,7 +39,7 @@ from rekindle.kernels.moe.tensor_core import planes
 
 Three = tuple[Packed, Packed, Packed]
 
-FEW_PAIRS, SOME_PAIRS = 4.5, 20.0  # of an expert: up to these one n-tile at once is enough for most, or two
+FEW_PAIRS, SOME_PAIRS = 4.5, 14.0  # of an expert: up to these one n-tile at once is enough for most, or two
 LAID = tl.constexpr(64)  # blocks of x that a program lays out
 
 
@@ -68,12 +68,12 @@ class AlongConfig(NamedTuple):
 
 
 def along_config(pairs_per_expert: float) -> AlongConfig:
-    """By count of instructions and registers (docs/LOG.md); not timed yet."""
+    """The fastest of those timed on an H200 (docs/LOG.md)."""
     if pairs_per_expert <= FEW_PAIRS:
         return AlongConfig(4, 2, 1, 2, 128, 128)
     if pairs_per_expert <= SOME_PAIRS:
         return AlongConfig(4, 2, 2, 2, 168, 128)
-    return AlongConfig(4, 1, 4, 2, 168, 168, 4)
+    return AlongConfig(4, 2, 4, 2, 255, 168)
 
 
 # ---- x in the order of registers -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Routed experts in NVIDIA's tensor cores, for few rows; `matmul.mma` has the products.
 
-By pair, every chosen expert of every row reads its own weights. By group, an expert's weights are read once for
-8 · N_TILES of its pairs. A program gives 16 outputs, and its warps lie side by side along the columns.
+Every chosen expert of every row reads its own weights. A program gives 16 outputs, and its warps lie side by side along
+the columns.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +18,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rekindle.kernels.device import pdl_arguments, shared_memory_carveout
 from rekindle.kernels.matmul.gemv import gemv_products
-from rekindle.kernels.matmul.mma import gated_over_warps, over_warps, store_tile, tile_products
 from rekindle.kernels.matmul.mma_row import (
     group_products_single,
     load_super_scales,
@@ -28,7 +27,7 @@ from rekindle.kernels.matmul.mma_row import (
     single_over_warps,
     store_single,
 )
-from rekindle.kernels.matmul.ptx import load_one, threads
+from rekindle.kernels.matmul.ptx import threads
 from rekindle.kernels.matmul.types import Packed
 from rekindle.kernels.moe.bring import answered, bring_part, take_answer, when_stored
 from rekindle.kernels.moe.cold import Missing
@@ -49,16 +48,8 @@ class TensorCoreConfig(NamedTuple):
         return {"maxnreg": self.registers} if self.registers else {}
 
 
-def groups_config(rows: int) -> TensorCoreConfig:
-    """Grouped by expert; the fastest of those timed on an H200 (docs/LOG.md)."""
-    return TensorCoreConfig(4, 1) if rows < 128 else TensorCoreConfig(2, 1)
-
-
 def pairs_config(rows: int) -> TensorCoreConfig:
     return TensorCoreConfig(8, 16, registers=80) if rows == 1 else TensorCoreConfig(8, 8)
-
-
-# ---- every pair for itself ---------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -243,160 +234,6 @@ def by_pair(
         num_warps=config.down_warps, num_stages=1, **config.limit, **early,
     )  # fmt: skip
     return out
-
-
-# ---- grouped by expert -------------------------------------------------------------------------------------------
-#
-# The pairs of expert e are order[starts[e] : starts[e + 1]]; programs of an expert without pairs end at once. `inner`
-# holds the pairs in the order of `order` and, behind them, the rows that pass the shared expert, whose programs begin
-# first where it takes part, since they have most to do.
-
-
-@triton.jit
-def _gated_group(
-    h, order, inner, begin, end, base, at, width,
-    codes, high_bits, scales, super_scales, up_codes, up_high_bits, up_scales, up_super_scales,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, USED: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """inner[begin:end] for 16 outputs of the expert whose rows begin at `base`. USED 0: every row is a pair."""
-    g, t, warp = threads(WARPS)
-    row = base + tl.minimum(at + g, width - 1).to(tl.int64)
-    row2 = base + tl.minimum(at + g + 8, width - 1).to(tl.int64)
-    is_up = warp % 2 == 1
-    codes = tl.where(is_up, up_codes, codes)
-    high_bits = tl.where(is_up, up_high_bits, high_bits)
-    scales = tl.where(is_up, up_scales, scales)
-    super_scales = tl.where(is_up, up_super_scales, super_scales)
-    for m_first in range(begin, end, 8 * N_TILES):
-        m = tl.minimum(m_first + 8 * tl.arange(0, N_TILES)[:, None] + g, end - 1)
-        source = load_one(order + m) // USED if USED > 0 else m - begin
-        address = (h + source.to(tl.int64) * COLUMNS + 4 * t).to(tl.int64)
-        acc, _acc2 = tile_products(
-            address, codes, high_bits, scales, super_scales, row, row2, row, row2, warp // 2,
-            COLUMNS, TYPE, WARPS // 2, 1, False, False,
-        )  # fmt: skip
-        store_tile(inner, gated_over_warps(acc, N_TILES, WARPS), m_first, end, at, width, N_TILES)
-
-
-@triton.jit(do_not_specialize=["rows", "pairs"])
-def _up_groups_kernel(
-    h, order, starts, inner, rows, pairs, width,
-    codes, high_bits, scales, super_scales, up_codes, up_high_bits, up_scales, up_super_scales,
-    s_codes, s_high_bits, s_scales, s_super_scales, s_up_codes, s_up_high_bits, s_up_scales, s_up_super_scales,
-    USED: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
-    N_TILES: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """silu(gate h) · (up h) of the pairs of one expert, for 16 outputs."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    expert = tl.program_id(1) - SHARED
-    at = tl.program_id(0) * 16
-    if expert >= 0:
-        begin, end = tl.load(starts + expert), tl.load(starts + expert + 1)
-        _gated_group(
-            h, order, inner, begin, end, expert.to(tl.int64) * width, at, width,
-            codes, high_bits, scales, super_scales, up_codes, up_high_bits, up_scales, up_super_scales,
-            COLUMNS, TYPE, USED, N_TILES, WARPS,
-        )  # fmt: skip
-    elif SHARED:
-        _gated_group(
-            h, order, inner, pairs, pairs + rows, 0, at, width,
-            s_codes, s_high_bits, s_scales, s_super_scales, s_up_codes, s_up_high_bits, s_up_scales, s_up_super_scales,
-            COLUMNS, S_TYPE, 0, N_TILES, WARPS,
-        )  # fmt: skip
-
-
-@triton.jit
-def _down_group(
-    inner, order, weights, shares, begin, end, base, at, width, codes, high_bits, scales, super_scales,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, WEIGHTED: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """down inner[begin:end] of the expert whose rows begin at `base`; WEIGHTED: times the pair's weight, and to its
-    own place in `shares`."""
-    g, t, warp = threads(WARPS)
-    row = base + tl.minimum(at + g, width - 1).to(tl.int64)
-    row2 = base + tl.minimum(at + g + 8, width - 1).to(tl.int64)
-    for m_first in range(begin, end, 8 * N_TILES):
-        m = m_first + 8 * tl.arange(0, N_TILES)[:, None] + g
-        address = (inner + tl.minimum(m, end - 1).to(tl.int64) * COLUMNS + 4 * t).to(tl.int64)
-        acc, _acc2 = tile_products(
-            address, codes, high_bits, scales, super_scales, row, row2, row, row2, warp,
-            COLUMNS, TYPE, WARPS, 1, False, False,
-        )  # fmt: skip
-        acc = over_warps(acc, N_TILES, WARPS)
-        if WEIGHTED:
-            c0, c1, c2, c3 = acc
-            lane = tl.arange(0, 32)[None, :]
-            to = m_first + 8 * tl.arange(0, N_TILES)[:, None] + lane % 4 * 2
-            _store_share(shares, order, weights, c0, c2, to, end, at + lane // 4, width)
-            _store_share(shares, order, weights, c1, c3, to + 1, end, at + lane // 4, width)
-        else:
-            store_tile(shares, acc, m_first, end, at, width, N_TILES)
-
-
-@triton.jit
-def _store_share(shares, order, weights, value, value2, m, end, n, width):
-    pair = tl.load(order + m, m < end, other=0)
-    weight = tl.load(weights + pair, m < end, other=0.0)
-    p = shares + pair.to(tl.int64) * width + n
-    tl.store(p, value * weight, (m < end) & (n < width))
-    tl.store(p + 8, value2 * weight, (m < end) & (n + 8 < width))
-
-
-@triton.jit(do_not_specialize=["rows", "pairs"])
-def _down_groups_kernel(
-    inner, order, starts, weights, shares, rows, pairs, width,
-    codes, high_bits, scales, super_scales, s_codes, s_high_bits, s_scales, s_super_scales,
-    SHARED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, S_TYPE: tl.constexpr,
-    N_TILES: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """shares: weight · (down inner) by pair, and behind the pairs what the shared expert gives, by row."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    expert = tl.program_id(1) - SHARED
-    at = tl.program_id(0) * 16
-    if expert >= 0:
-        begin, end = tl.load(starts + expert), tl.load(starts + expert + 1)
-        _down_group(
-            inner, order, weights, shares, begin, end, expert.to(tl.int64) * width, at, width,
-            codes, high_bits, scales, super_scales, COLUMNS, TYPE, True, N_TILES, WARPS,
-        )  # fmt: skip
-    elif SHARED:
-        _down_group(
-            inner, order, weights, shares, pairs, pairs + rows, 0, at, width,
-            s_codes, s_high_bits, s_scales, s_super_scales, COLUMNS, S_TYPE, False, N_TILES, WARPS,
-        )  # fmt: skip
-
-
-def grouped_shares(
-    h: Tensor, order: Tensor, starts: Tensor, weights: Tensor, gate: Packed, up: Packed, down: Packed, width: int,
-    shared: tuple[Packed, Packed, Packed] | None, n_tiles: int, config: TensorCoreConfig,
-) -> Tensor:  # fmt: skip
-    """weight · expert(h) for every pair, then shared(h) for every row if it is given: float32 [pairs (+ rows), hidden].
-
-    An expert's weights are read for 8 · `n_tiles` pairs at a time.
-    """
-    rows, hidden = h.shape
-    pairs, experts = order.shape[0], starts.shape[0] - 1
-    s_gate, s_up, s_down = shared or (gate, up, down)
-    extra = shared is not None
-    inner = torch.empty(pairs + rows * extra, width, dtype=h.dtype, device=h.device)
-    shares = torch.empty(pairs + rows * extra, hidden, dtype=torch.float32, device=h.device)
-    common = {"SHARED": extra, "N_TILES": n_tiles, "num_stages": 1, **pdl_arguments(h.device)}
-    _up_groups_kernel[(triton.cdiv(width, 16), experts + extra)](
-        h, order, starts, inner, rows, pairs, width,
-        *planes(gate), *planes(up), *planes(s_gate), *planes(s_up),
-        USED=weights.shape[1], COLUMNS=hidden, TYPE=gate.type, S_TYPE=s_gate.type, WARPS=config.up_warps,
-        num_warps=config.up_warps, **common,
-    )  # fmt: skip
-    _down_groups_kernel[(triton.cdiv(hidden, 16), experts + extra)](
-        inner, order, starts, weights, shares, rows, pairs, hidden, *planes(down), *planes(s_down),
-        COLUMNS=width, TYPE=down.type, S_TYPE=s_down.type, WARPS=config.down_warps,
-        num_warps=config.down_warps, **common,
-    )  # fmt: skip
-    return shares
 
 
 def planes(weight: Packed) -> Planes:

@@ -30,10 +30,8 @@ Three = tuple[Packed, Packed, Packed]
 FEW_ROWS = 4  # up to here every pair reads its own weights
 TENSOR_CORE_PAIR_ROWS = 8  # the same, on tensor cores
 INTEGER_ROWS = 32  # up to here most experts have a pair or two
-ALONG_ROWS = 2048  # from INTEGER_ROWS up to here warps stand along the outputs
-BESIDE_ROWS = 64  # up to here the shared expert runs in the launches of the others …
-ALONG_BESIDE_ROWS = 256  # … whose warps stand along the outputs
-TENSOR_CORE_GROUP_ROWS = 512
+ALONG_ROWS = 1280  # from INTEGER_ROWS up to here warps stand along the outputs …
+ALONG_BESIDE_ROWS = 256  # … and up to here the shared expert runs in the launches of the others
 MANY_ROWS = 3072  # from here on experts are expanded
 
 
@@ -44,7 +42,6 @@ class ExpertKernel(StrEnum):
     PAIRS = "pairs.by_pair"
     INTEGERS = "integers.run_experts"
     ALONG_OUTPUTS = "along_outputs.grouped_shares"
-    TENSOR_CORE_GROUPS = "tensor_core.grouped_shares"
     GROUPS = "groups.run_grouped"
     EXPANDED_GROUPS = "groups.run_grouped, expanded"
 
@@ -68,8 +65,6 @@ def choose(rows: int, alike: bool, tensor_cores: bool, shared: Shared) -> Expert
         return ExpertKernel.INTEGERS
     if on_tensor_cores and rows <= ALONG_ROWS:
         return ExpertKernel.ALONG_OUTPUTS
-    if on_tensor_cores and rows <= TENSOR_CORE_GROUP_ROWS:
-        return ExpertKernel.TENSOR_CORE_GROUPS
     return ExpertKernel.EXPANDED_GROUPS if rows >= MANY_ROWS else ExpertKernel.GROUPS
 
 
@@ -108,8 +103,6 @@ def moe(
         return by_integers(h, ids, weights, gate, up, down, shared)
     if kernel is ExpertKernel.ALONG_OUTPUTS:
         return by_group_along_outputs(h, ids, weights, gate, up, down, shared)
-    if kernel is ExpertKernel.TENSOR_CORE_GROUPS:
-        return by_group_on_tensor_cores(h, ids, weights, gate, up, down, shared)
     return by_group(h, ids, weights, gate, up, down, shared, expanding=kernel is ExpertKernel.EXPANDED_GROUPS)
 
 
@@ -181,24 +174,6 @@ def by_group_along_outputs(
     shares = along_outputs.grouped_shares(
         h, ids, weights, gate.planes, up.planes, down.planes, gate.experts, beside,
         config or along_outputs.along_config(rows * used / gate.experts),
-    )  # fmt: skip
-    extra = shares[ids.numel() :] if beside is not None else None
-    return _combined(h, shares, used, shared, extra)
-
-
-def by_group_on_tensor_cores(
-    h: Tensor, ids: Tensor, weights: Tensor, gate: ExpertStack, up: ExpertStack, down: ExpertStack,
-    shared: SharedExpert | None,
-    n_tiles: int = 1, config: tensor_core.TensorCoreConfig | None = None,
-) -> Tensor:  # fmt: skip
-    """The same through `tensor_core`, for rows few enough that an expert has a handful of pairs."""
-    h = h.contiguous()
-    rows, used = ids.shape
-    order, starts = group(ids, gate.experts)
-    beside = _beside(h, shared, gate.rows) if rows <= BESIDE_ROWS else None
-    shares = tensor_core.grouped_shares(
-        h, order, starts, weights, gate.planes, up.planes, down.planes, gate.rows, beside, n_tiles,
-        config or tensor_core.groups_config(rows),
     )  # fmt: skip
     extra = shares[ids.numel() :] if beside is not None else None
     return _combined(h, shares, used, shared, extra)
