@@ -5,6 +5,8 @@ where the token that is drawn is counted, and where it is written. An order of z
 nothing outside the draw's own memory. The tokens are those of the same calls made one by one.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -34,7 +36,7 @@ COUNTED = tl.constexpr(4)  # address of the counts to which the token is added
 OUT = tl.constexpr(5)  # address of the token, int64
 DRAFTED = tl.constexpr(6)  # how many drafted tokens there are; they follow
 FIELDS = 7
-MOST_DRAFTED = 16
+MOST_DRAFTED = 15  # before the last row of the longest block; an order is a multiple of 16 bytes
 ORDER = tl.constexpr(FIELDS + MOST_DRAFTED)
 SETTINGS = 8  # temperature, top_k, top_p, min_p, uniform number, presence, frequency, repetition
 

@@ -224,9 +224,8 @@ def width_for(top_k: int) -> int:
 
 def draw_best(logits: Tensor, settings: Tensor, width: int) -> Tensor:
     """The draw among the `width` highest logits of every row, a power of two; settings on the device."""
-    rows, vocab = logits.shape
     assert logits.stride(1) == 1, "the logits of a row lie side by side"
-    return draw_keys(_best_of_runs(logits, vocab, logits.stride(0), width, first=True), settings, width)
+    return draw_keys(_best_of_runs(logits, logits.shape[1], logits.stride(0), width, first=True), settings, width)
 
 
 def draw_keys(keys: Tensor, settings: Tensor, width: int) -> Tensor:
