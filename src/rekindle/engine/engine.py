@@ -7,7 +7,7 @@ results of the oldest step. Each verb has a file of its own:
     admit      admission, restore, loader (reads from slow tiers), twins (waiting for one another's prefix)
     schedule   scheduler, chunks, pace, drafting (what is proposed), ahead (blocks that the device knows before the
                host), forcing (tokens that must come)
-    launch     launch, flight (a step under way), sampler, to_host
+    launch     launch, flight (a step under way), sampler, recorded_draws (on a GPU), to_host
     collect    results, publisher (captures → snapshots), account, sums
     end        endings, recovery (a stage was lost), audit and audit_runs (restores computed again)
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rekindle.buffers import DRAWN_ROWS
 from rekindle.engine.sampler import COLDEST, HIGHEST, Drawable, draw, has_penalties, uniform
 from rekindle.grammar.guide import Mask
 from rekindle.kernels.host_buffers import HostBuffers
@@ -21,7 +22,6 @@ from rekindle.stages.layout import round_up
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # a step -> how it is run again
 
-MOST_ROWS = 64  # of one draw: all blocks of a batch together
 OPEN = 0  # the width of a draw among all of the vocabulary
 LIKELY = (32, OPEN)  # widths that are recorded before the first request: top-k 20, and none
 
@@ -46,8 +46,8 @@ class RecordedDraws:
         self._record = record
         self._device = device
         self._vocab = vocab
-        self._most_open = min(slots, MOST_ROWS)
-        size = ordered.block_words(MOST_ROWS, vocab, MOST_ROWS)
+        self._most_open = min(slots, DRAWN_ROWS)
+        size = ordered.block_words(DRAWN_ROWS, vocab, DRAWN_ROWS)
         self._block = torch.zeros(size, dtype=torch.int64, device=device)  # all recorded draws read it
         self._host = HostBuffers((size,), device, torch.int64)
         self._parts: dict[tuple[int, int], _HostParts] = {}  # by buffer and rows
@@ -62,7 +62,7 @@ class RecordedDraws:
     def __call__(self, logits: torch.Tensor, rows: Sequence[Drawable]) -> torch.Tensor:
         """`sampler.draw`."""
         width = self._width(rows) if self._reads(logits) else None
-        if width is None or len(rows) > (self._most_open if width == OPEN else MOST_ROWS):
+        if width is None or len(rows) > (self._most_open if width == OPEN else DRAWN_ROWS):
             return draw(logits, rows)
         with torch.cuda.device_of(logits):
             return self._draw(logits, rows, width)
@@ -103,7 +103,7 @@ class RecordedDraws:
         return drawn
 
     def _padded(self, rows: int, width: int) -> int:
-        return min(round_up(rows), self._most_open if width == OPEN else MOST_ROWS)
+        return min(round_up(rows), self._most_open if width == OPEN else DRAWN_ROWS)
 
     def _parts_of(self, host: torch.Tensor, padded: int) -> _HostParts:
         key = host.data_ptr(), padded

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from rekindle.buffers import DRAWN_ROWS
 from rekindle.engine import sampler
-from rekindle.engine.recorded_draws import MOST_ROWS, OPEN, RecordedDraws
+from rekindle.engine.recorded_draws import OPEN, RecordedDraws
 from rekindle.engine.sampler import uniform
 from rekindle.engine.token_counts import TokenCounts
 from rekindle.engine.types import Sampling
@@ -179,7 +180,7 @@ def test_tokens_stay_while_others_are_drawn() -> None:
         [Row(Sampling(top_k=20)), Row(Sampling())],
         [Row(Sampling(top_k=20), drafted=(1,) * 16, position=23)],
         [Row(Sampling(seed=seed)) for seed in range(5)],  # more than have room for a copy of their logits
-        [Row(Sampling(top_k=5, seed=seed)) for seed in range(MOST_ROWS + 1)],
+        [Row(Sampling(temperature=0.0, presence_penalty=1.0)) for _ in range(DRAWN_ROWS + 1)],
     ],
     ids=["greedy", "bias", "wide", "mixed", "drafted", "open", "rows"],
 )
