@@ -22,7 +22,7 @@ from rekindle.stages.layout import round_up
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # a step -> how it is run again
 
-OPEN = 0  # the width of a draw among all of the vocabulary
+OPEN = 0  # the width of a draw among all of the vocabulary, `ordered.OPEN`
 LIKELY = (32, OPEN)  # widths that are recorded before the first request: top-k 20, and none
 
 
@@ -73,18 +73,21 @@ class RecordedDraws:
         return lie_so and logits.dtype is torch.float32 and logits.shape[1] == self._vocab
 
     def _width(self, rows: Sequence[Drawable]) -> int | None:
-        """Of the selection that serves all rows; None where there is none, or the highest logits are all it takes."""
-        plain, opens, highest = True, 0, 0
+        """Of the selection that serves all rows; None where none does, or where two plain launches do it all."""
+        plain, opens, greedy, highest = True, 0, 0, 0
         for row in rows:
             s = row.sampling
-            greedy = s.temperature < COLDEST
             if s.logit_bias or len(row.drafted) > self._ordered.MOST_DRAFTED or s.top_k > self._triton.MOST:
                 return None
-            plain = plain and greedy and not has_penalties(s) and row.mask is None
-            opens += not greedy and s.top_k == 0
+            is_greedy = s.temperature < COLDEST
+            plain = plain and is_greedy and not has_penalties(s) and row.mask is None
+            greedy += is_greedy
+            opens += not is_greedy and s.top_k == 0
             highest = max(highest, s.top_k)
         if plain or opens not in (0, len(rows)):
             return None
+        if greedy == len(rows):
+            return self._ordered.GREEDY
         return OPEN if opens else self._triton.width_for(highest)
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[Drawable], width: int) -> torch.Tensor:

@@ -126,7 +126,7 @@ def warm_up_draws(logits: torch.Tensor) -> None:
         from rekindle.kernels.sampling import ordered
 
         block = torch.zeros(ordered.block_words(1, logits.shape[1], 1), dtype=torch.int64, device=logits.device)
-        for width in (32, 0):
+        for width in (32, ordered.OPEN, ordered.GREEDY):
             ordered.draw_ordered(ordered.parts_of(block, 1, logits.shape[1]), logits.shape[1], width)
 
 

@@ -20,11 +20,13 @@ from rekindle.kernels.sampling.triton import (
     IN_PROMPT,
     LOWEST,
     PART,
+    best_of_parts,
     draw_keys,
     draw_open,
     key_of,
     penalised,
     run_of,
+    seen,
 )
 
 # Fields of an order. 0 stands for none; a number that may be 0 is written as one more.
@@ -39,6 +41,8 @@ FIELDS = 7
 MOST_DRAFTED = 15  # before the last row of the longest block; an order is a multiple of 16 bytes
 ORDER = tl.constexpr(FIELDS + MOST_DRAFTED)
 SETTINGS = 8  # temperature, top_k, top_p, min_p, uniform number, presence, frequency, repetition
+
+OPEN, GREEDY = 0, 1  # widths of a selection that have kernels of their own
 
 
 class OrderParts(NamedTuple):
@@ -70,24 +74,31 @@ def parts_of(block: Tensor, rows: int, vocab: int) -> OrderParts:
 
 
 def draw_ordered(parts: OrderParts, vocab: int, width: int) -> None:
-    """Draw what the orders say among the `width` highest logits of every row; with width 0 among all of them."""
-    orders, settings, masks = parts
-    rows, words = masks.shape
-    if width:
-        run = run_of(width)
-        runs = triton.cdiv(vocab, run)
-        keys = torch.empty((rows, runs * width), dtype=torch.int64, device=orders.device)
-        _best_kernel[(runs, rows)](
-            orders, settings, masks, keys, rows, vocab, words, runs, RUN=run, WIDTH=width, num_warps=4
-        )
-        drawn = draw_keys(keys, settings, width)
-    else:
-        logits = torch.empty((rows, vocab), dtype=torch.float32, device=orders.device)
-        _prepare_kernel[(triton.cdiv(vocab, PART), rows)](
-            orders, settings, masks, logits, rows, vocab, words, PART=PART, num_warps=8
-        )
-        drawn = draw_open(logits, settings)
-    _settle_kernel[(rows,)](drawn, orders, num_warps=1)
+    """Draw what the orders say among the `width` highest logits of every row: a power of two from 16 on; OPEN, among
+    all of them; GREEDY, the highest."""
+    _settle_kernel[(len(parts.orders),)](_drawn(parts, vocab, width), parts.orders, num_warps=1)
+
+
+def _drawn(parts: OrderParts, vocab: int, width: int) -> Tensor:
+    """Before tokens are imposed: int64 [rows]."""
+    (rows, words), device = parts.masks.shape, parts.orders.device
+    if width == OPEN:
+        logits = torch.empty((rows, vocab), dtype=torch.float32, device=device)
+        _prepare_kernel[(triton.cdiv(vocab, PART), rows)](*parts, logits, rows, vocab, words, PART=PART, num_warps=8)
+        return draw_open(logits, parts.settings)
+    if width == GREEDY:
+        count = triton.cdiv(vocab, PART)
+        values = torch.empty((rows, count), dtype=torch.float32, device=device)
+        tokens = torch.empty((rows, count), dtype=torch.int64, device=device)
+        _highest_kernel[(count, rows)](
+            *parts, values, tokens, rows, vocab, words, count, PART=PART, num_warps=8
+        )  # fmt: skip
+        return best_of_parts(values, tokens)
+    run = run_of(width)
+    runs = triton.cdiv(vocab, run)
+    keys = torch.empty((rows, runs * width), dtype=torch.int64, device=device)
+    _select_kernel[(runs, rows)](*parts, keys, rows, vocab, words, runs, RUN=run, WIDTH=width, num_warps=4)
+    return draw_keys(keys, parts.settings, width)
 
 
 @triton.jit
@@ -117,7 +128,7 @@ def _prepared(orders, settings, masks, rows, row, at, vocab, words):
 
 
 @triton.jit(do_not_specialize=["rows", "words", "runs"])
-def _best_kernel(
+def _select_kernel(
     orders, settings, masks, keys, rows, vocab, words, runs, RUN: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """The WIDTH highest of every run, as keys."""
@@ -127,6 +138,18 @@ def _best_kernel(
     key = tl.where(at < vocab, key_of(value, at), LOWEST)
     to = keys + (row * runs + run) * WIDTH + tl.arange(0, WIDTH)
     tl.store(to, tl.topk(key, WIDTH))
+
+
+@triton.jit(do_not_specialize=["rows", "words", "parts"])
+def _highest_kernel(
+    orders, settings, masks, values, tokens, rows, vocab, words, parts, PART: tl.constexpr
+):  # fmt: skip
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = part * PART + tl.arange(0, PART)
+    value = _prepared(orders, settings, masks, rows, row, at, vocab, words)
+    best, which = tl.max(seen(value), axis=0, return_indices=True)  # the lowest index among equals
+    tl.store(values + row * parts + part, best)
+    tl.store(tokens + row * parts + part, (part * PART + which).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["rows", "words"])

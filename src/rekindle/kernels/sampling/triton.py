@@ -38,14 +38,20 @@ def argmax(logits: Tensor) -> Tensor:
     parts = triton.cdiv(vocab, PART)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _part_kernel[(parts, rows)](logits, values, tokens, logits.stride(0), vocab, parts, PART=PART, num_warps=8)
+    return best_of_parts(values, tokens)
+
+
+def best_of_parts(values: Tensor, tokens: Tensor) -> Tensor:
+    """The highest of every part [rows, parts], and its token -> the row's token int64 [rows]."""
+    rows, parts = values.shape
+    out = torch.empty(rows, dtype=torch.int64, device=values.device)
     _best_kernel[(rows,)](values, tokens, out, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
     return out
 
 
 @triton.jit
-def _seen(value):
+def seen(value):
     """A NaN becomes infinite, so that the highest of a row tells whether a token can be drawn from it."""
     return tl.where(value == value, value, float("inf"))
 
@@ -60,7 +66,7 @@ def _part_kernel(logits, values, tokens, logit_row, vocab, parts, PART: tl.const
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = part * PART + tl.arange(0, PART)
     value = tl.load(logits + row * logit_row + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    best, which = tl.max(_seen(value), axis=0, return_indices=True)  # the lowest index among equals
+    best, which = tl.max(seen(value), axis=0, return_indices=True)  # the lowest index among equals
     tl.store(values + row * parts + part, best)
     tl.store(tokens + row * parts + part, (part * PART + which).to(tl.int64))
 
@@ -259,7 +265,7 @@ def run_of(width: int) -> int:
 
 @triton.jit
 def key_of(logit, token):
-    bits = (_seen(logit) + 0.0).to(tl.int32, bitcast=True)  # adding zero makes one zero of two
+    bits = (seen(logit) + 0.0).to(tl.int32, bitcast=True)  # adding zero makes one zero of two
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
@@ -349,7 +355,7 @@ def _peak_kernel(
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = part * PART + tl.arange(0, PART)
     value = tl.load(logits + row * logit_row + at, mask=at < vocab, other=float("-inf"))
-    tl.store(peaks + row * parts + part, tl.max(_seen(value), axis=0))
+    tl.store(peaks + row * parts + part, tl.max(seen(value), axis=0))
     if part == 0:
         for level in tl.static_range(LEVELS):
             tl.store(tables + (row * LEVELS + level) * 32 + tl.arange(0, 32), tl.zeros([32], tl.int64))
