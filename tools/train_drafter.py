@@ -364,7 +364,7 @@ def main() -> None:
     spec = make_spec(target, options)
     held_out = list(target.prompts(options.held_out, options.longest)) if options.held_out else []
     prompts = target.prompts(options.prompts, options.longest)
-    texts = write_texts(target, prompts, options.write, options.longest)
+    texts = write_texts(target, prompts, options.write, options.longest) if options.write else []
     print(f"{len(texts)} texts, {sum(len(text.tokens) - text.written for text in texts)} tokens written", flush=True)
     if options.text:
         texts += given_texts(target, options.text)
@@ -386,7 +386,7 @@ def parse() -> argparse.Namespace:
     add("--out", type=Path, required=True, help="the folder to write")
     add("--text", type=Path, help="JSON lines with answers, to learn from as they stand, beside what the target writes")
     add("--store", type=Path, help="a file for features; without it they stay in the device's memory")
-    add("--write", type=float, default=300, help="seconds in which prompts are answered")
+    add("--write", type=float, default=300, help="seconds in which prompts are answered; 0: --text is all there is")
     add("--train", type=float, default=600, help="seconds of training at most")
     add("--steps", type=int, default=1 << 30, help="of training at most")
     add("--layers", type=int, default=3)

@@ -187,7 +187,7 @@ class Bench:
         self.pages = -(-length // PAGE) + 2
         kinds = {"kv_type": "f32", "dtype": "float32"} if cpu else {"kv_type": "bf16", "dtype": "bfloat16"}
         grid = min(2048, max(64, arguments.prompt))
-        self.settings = EngineSettings(context=self.pages * PAGE, grid=grid, measure_drafts=True)
+        self.settings = EngineSettings(context=self.pages * PAGE, grid=grid, measure_drafts=not cpu)
         widths = {"rewind_rows": MOST + 1, "chunk": grid, "table_width": self.pages}
         spec = drafter_spec(arguments.shape, self.file.spec)
         config = StageConfig(arguments.device, self.file.spec.whole, 2, 2 * self.pages, **widths, **kinds)

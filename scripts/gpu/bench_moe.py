@@ -54,17 +54,17 @@ Run = Callable[["Layer", Tensor, Tensor, Tensor, SharedExpert | None], Tensor]
 # Warps, tiles, n-tiles, spread, registers for codes of 4 bits and for longer ones, turns early; the rows that try them.
 CONFIGS: dict[AlongConfig, tuple[int, int]] = {
     AlongConfig(4, 2, 1, 2, 128, 128): (33, 256),
-    AlongConfig(4, 2, 1, 2, 128, 128, 3): (33, 256),
     AlongConfig(4, 1, 1, 2, 96, 128): (33, 128),
+    AlongConfig(8, 1, 1, 2, 96, 128): (33, 256),
     AlongConfig(4, 2, 2, 2, 168, 128): (64, 768),
-    AlongConfig(4, 2, 2, 2, 168, 128, 3): (128, 768),
     AlongConfig(4, 1, 2, 2, 128, 128): (64, 768),
+    AlongConfig(8, 1, 2, 2, 128, 128): (64, 768),
     AlongConfig(8, 1, 2, 4, 128, 128): (200, 768),
     AlongConfig(4, 1, 4, 2, 168, 168): (256, 2048),
-    AlongConfig(4, 1, 4, 2, 168, 168, 4): (256, 2048),
     AlongConfig(4, 1, 4, 4, 128, 128): (384, 2048),
-    AlongConfig(4, 2, 4, 2, 255, 168, 4): (512, 2048),
-    AlongConfig(4, 1, 8, 2, 255, 255, 4): (768, 2048),
+    AlongConfig(8, 1, 4, 2, 128, 128): (256, 2048),
+    AlongConfig(4, 2, 4, 2, 255, 168): (512, 2048),
+    AlongConfig(4, 1, 8, 2, 255, 255): (768, 2048),
 }
 
 
@@ -152,7 +152,8 @@ def make_layer(make: Callable[[str, int, int], Packed], down: str) -> Layer:
 
 def choices(rows: int, skew: float, experts: int = EXPERTS) -> tuple[Tensor, Tensor]:
     """ids int32 and weights float32, both [rows, USED], among the first `experts`."""
-    chance = -torch.log(torch.rand(rows, experts, device="cuda")).log() + skew * torch.randn(experts, device="cuda")
+    dice = torch.rand(rows, experts, device="cuda").clamp(1e-9, 1 - 1e-6)
+    chance = -(-dice.log()).log() + skew * torch.randn(experts, device="cuda")
     weights, ids = torch.softmax(chance, 1).topk(USED)
     return ids.int(), weights / weights.sum(1, keepdim=True)
 

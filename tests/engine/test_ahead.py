@@ -210,6 +210,7 @@ def test_a_pass_is_timed_apart_from_the_step_behind_it(lab: Lab, monkeypatch: py
     monkeypatch.setattr(Stopwatch, "seconds", lambda self: 1e6)
     monkeypatch.setattr(Costs, "note_pass", lambda self, drafted, seconds: passes.append(seconds))
     monkeypatch.setattr(Costs, "note_step", lambda self, sequences, rows, seconds: steps.append(seconds))
+    monkeypatch.setattr(Costs, "knows_plain", True)
     asked, log = prompt(), list[str]()
     engine = drafting(lab, [[*asked.tokens, *plain(lab, asked)]], log, right=1.0, measured=True)
     Answer(engine, asked, max_tokens=LENGTH).wait()

@@ -22,7 +22,7 @@ from rekindle.prompt import Prompt
 from rekindle.shards import RemoteStage, ShardServer, Terms
 from rekindle.snapshots.types import Snapshot
 from rekindle.spec import Span
-from rekindle.speculative.cost import Costs
+from rekindle.speculative.cost import FIRST_PLAIN, Costs
 from rekindle.speculative.lookup import PromptLookup
 from rekindle.speculative.width import Purse, Width
 from rekindle.stages import Pipeline
@@ -390,6 +390,8 @@ def test_a_pass_of_which_nothing_may_follow_is_paid_for_and_the_drafter_rests(pr
         return [(5,) * proposes for _ in asks]
 
     measures = Measures(Costs() if measured else None)
+    for _ in range(FIRST_PLAIN if measures.costs is not None else 0):
+        measures.costs.note_step(1, 1, 1.0)
     sequence = Refusing(Drafts(model="dflash", off=None).of(1000, measures))
     proposer = Proposer(ask)
     for _ in range(400):

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from rekindle.speculative.cost import Costs, GpuCosts
+from rekindle.speculative.cost import BLOCKS, FIRST_PLAIN, Costs, GpuCosts
 from rekindle.speculative.width import GRACE, MOST, SHARE, Purse, Width
 
 
@@ -22,7 +22,8 @@ class PaperMachine:
 
     def answer(self, tokens: int, agrees: Callable[[int], int]) -> float:
         """Seconds of an answer; agrees: accepted tokens of a block so wide."""
-        width, length, began = Width(partial(self.costs.extra, with_pass=True), self.purse), 0, self.seconds
+        width = Width(partial(self.costs.extra, with_pass=True), self.purse, ready=lambda: self.costs.knows_plain)
+        length, began = 0, self.seconds
         while length < tokens:
             block = min(width.at(length), tokens - length - 1)
             if block > 0:
@@ -152,6 +153,27 @@ def test_on_gpus_too_what_never_works_costs_little_and_what_works_is_used(gpu: N
     always.answer(512, lambda block: block)
     best = (always.step(MOST + 1) + always.drafting) / (MOST + 1)
     assert always.answer(512, lambda block: block) <= 1.1 * 512 * best + 2
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
+@pytest.mark.parametrize("accepted", [1, 2])
+def test_what_works_a_little_is_compared_with_plain_steps_however_well_it_begins(gpu: Numbers, accepted: int) -> None:
+    """Every block brings some tokens, so that none is followed by a rest in which plain steps would be measured."""
+    paper = PaperGpu(*gpu)
+    assert sum(paper.answer(256, lambda block: min(block, accepted)) for _ in range(4)) <= 1.03 * paper.plain(4 * 256)
+
+
+def test_contexts_grow_so_plain_steps_are_measured_again_and_again() -> None:
+    costs = Costs()
+    for _ in range(FIRST_PLAIN):
+        assert not costs.knows_plain
+        costs.note_step(1, 1, 1.0)
+    for _ in range(BLOCKS):
+        assert costs.knows_plain
+        costs.note_step(1, 4, 1.5)
+    assert not costs.knows_plain
+    costs.note_step(1, 1, 2.0)
+    assert costs.knows_plain
 
 
 def test_on_gpus_a_block_usually_costs_what_it_does_on_an_h200() -> None:

@@ -163,7 +163,8 @@ class Measures:
         extra: Callable[[int], float] = partial(self.costs.extra, with_pass=with_pass)
         # Of a drafter that chains every further token costs a pass, so that padding is cheaper.
         filled = partial(filling_step, extra=extra) if self.recorded and not self.costs.chained else None
-        return Width(extra, self.purses.setdefault(name, Purse()), filled)
+        costs = self.costs
+        return Width(extra, self.purses.setdefault(name, Purse()), filled, lambda: costs.knows_plain)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ GPU_FIRST, GPU_ROW = 0.6, 0.025
 GPU_ROW_BESIDE = 0.05  # each row beside those of other sequences: from 8 rows to 32 a step of both models grows so
 # A machine may stall, and a step be recorded or a kernel compiled amid a request. So that no such block is the last
 # one, it counts no more than this, in plain steps, and what is above the usual fades with every plain step.
+FIRST_PLAIN = 3  # plain steps before the first block, else it would be compared with nothing …
+BLOCKS = 128  # … and blocks, after which a plain step is measured again: contexts grow
 MOST_LONGER = 4.0  # of a block on a GPU, or of a pass
 MOST_ROW = 1.5  # of a row on a CPU
 FADE = 0.9995
@@ -37,15 +39,31 @@ class Costs:
         self._plain: float | None = None  # … and seconds of such a step
         self._row: float | None = None  # seconds
         self._pass: float | None = None  # seconds of the drafter's pass, for one sequence; of a chain, for one token
+        self._missing = FIRST_PLAIN  # plain steps, before blocks may be drafted
+        self._blocks = 0  # since the last plain step
+
+    @property
+    def knows_plain(self) -> bool:
+        """Whether blocks can be compared with plain steps. Where not, the next step has to be one."""
+        return not self._missing and self._blocks < BLOCKS
 
     def note_step(self, sequences: int, rows: int, seconds: float) -> None:
         """A step without prefill came back."""
         if rows == sequences:
-            known = self._plain_of(sequences)
-            self._plain, self._counted = _between(None if self._plain is None else known, seconds), sequences
-            self._fade()
+            self._note_plain(sequences, seconds)
         elif self._plain is not None:
+            self._blocks += 1
             self._note_block(sequences, rows - sequences, seconds - self._plain_of(sequences))
+
+    def _note_plain(self, sequences: int, seconds: float) -> None:
+        """The first ones may be slow: the fastest of them counts."""
+        known = self._plain_of(sequences)
+        if self._plain is None:
+            self._plain = seconds
+        else:
+            self._plain = min(known, seconds) if self._missing else _between(known, seconds)
+        self._counted, self._missing, self._blocks = sequences, max(0, self._missing - 1), 0
+        self._fade()
 
     def _note_block(self, sequences: int, drafted: int, seconds: float) -> None:
         """So many tokens of so many sequences took `seconds` longer than a plain step."""

@@ -53,12 +53,14 @@ class Width:
         extra: Callable[[int], float] = by_rows,
         purse: Purse | None = None,
         filled: Callable[[int], int] | None = None,
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
         """purse: shared by the sequences of an engine; without one nothing is counted. filled: the width that is taken
-        where this one is affordable."""
+        where this one is affordable. ready: whether it is known what blocks have to be better than."""
         self._extra = extra
         self._purse = purse
         self._filled = filled
+        self._ready = ready
         self._width = FIRST
         self._rest = 1  # tokens, after the next block that does not pay
         self._until = 0  # length at which the rest ends
@@ -67,7 +69,7 @@ class Width:
     def at(self, length: int) -> int:
         """Tokens to draft at most; 0 while the sequence rests."""
         self._earn(length)
-        width = 0 if length < self._until else self._affordable()
+        width = 0 if length < self._until or not self._ready() else self._affordable()
         filled = width if self._filled is None else self._filled(width)
         return filled if filled <= width or self._can_afford(filled) else width
 

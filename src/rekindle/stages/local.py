@@ -383,4 +383,5 @@ def _features(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, ...]:
 def _last_rows(x: torch.Tensor, batch: Batch, counts: Sequence[int]) -> list[torch.Tensor]:
     """So many of each segment, of segments that have some; x: […, rows, values]."""
     ends = [row + len(segment) for row, segment in batch.row_starts()]
-    return [x[..., end - count : end, :] for end, count in zip(ends, counts, strict=True) if count]
+    whole = (slice(None),) * (x.dim() - 2)
+    return [x[(*whole, slice(end - count, end))] for end, count in zip(ends, counts, strict=True) if count]

@@ -11,7 +11,7 @@ from support.matrices import drawn, error
 from support.paper_units import lay_out
 from torch import Tensor
 
-from rekindle.kernels.matmul import fragments, mma, stream_k, tensor_core
+from rekindle.kernels.matmul import fragments, mma, skinny, stream_k, tensor_core
 from rekindle.kernels.moe import along_outputs, naive
 from rekindle.kernels.moe import triton as fast
 from rekindle.kernels.moe.along_outputs import AlongConfig
@@ -26,7 +26,7 @@ BOUND = 8e-3  # what lies between the products is in bfloat16
 def _paper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instructions on paper, and what is allocated holds no numbers until it is written."""
     monkeypatch.setattr(mma, "available", lambda x: x.dtype == BF16)
-    lay_out(monkeypatch, fragments, stream_k, tensor_core, along_outputs)
+    lay_out(monkeypatch, fragments, skinny, stream_k, tensor_core, along_outputs)
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
 

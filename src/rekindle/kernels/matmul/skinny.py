@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rekindle.kernels.device import pdl_arguments, shared_memory_carveout
+from rekindle.kernels.device import pdl_arguments, processors, shared_memory_carveout
 from rekindle.kernels.matmul.fragments import load_piece, over_columns
 from rekindle.kernels.matmul.gemv import hold, load_codes
 from rekindle.kernels.matmul.mma import (
@@ -54,7 +54,9 @@ from rekindle.kernels.matmul.tensor_core import (
 from rekindle.kernels.matmul.tiles import bits_of, has_minimum
 from rekindle.kernels.matmul.types import Packed
 
-SKINNY_ROWS = 16  # that these kernels can take
+SKINNY_ROWS = 8  # with more, Stream-K is faster
+MOST_ROWS = 16  # that these kernels can take
+AT_ONCE = 7  # programs of four warps on a multiprocessor, of Q4_K
 
 
 class SkinnyConfig(NamedTuple):
@@ -543,22 +545,30 @@ def _gated_skinny_kernel(
         store_quads(out, quads, rows, first_of, width)
 
 
-def skinny_config(width: int, columns: int, rows: int, paired: bool = False, six_bits: bool = False) -> SkinnyConfig:
-    """For a launch of `width` outputs (of gate alone, where they are paired): warps that fill a large card, and x in
-    order where the launch runs long enough to pay for that. `six_bits`: one of the matrices is Q6_K. Reckoned from
-    counted instructions; bench_few_rows.py times the others."""
-    across = 4 if width >= WIDE else 8  # a narrow matrix takes more warps beside one another, as one row does
-    across = min(across, 1 << (columns // 256).bit_length() - 1)  # no warp without two groups of its own
+def skinny_config(
+    width: int, columns: int, device: torch.device, paired: bool = False, six_bits: bool = False
+) -> SkinnyConfig:
+    """For a launch of `width` outputs (of gate alone, where they are paired). `six_bits`: one of the matrices is Q6_K.
+    The fastest of those timed on an H200, or near it (docs/LOG.md): x in order where the launch runs long enough to pay
+    for that; two tiles a warp where programs of one do not all fit the card."""
+    most = 1 << (columns // 256).bit_length() - 1  # no warp without two groups of its own
     long = (1 + paired) * width * columns >= LARGE
-    return SkinnyConfig(2 if paired else 1, min(across, 4) if paired else across, ordered=long or rows > 8)
+    if paired:
+        two = long and not six_bits
+        return SkinnyConfig(1 if two else 2, min(4, most), tiles=2 if two else 1, ordered=long)
+    if width < WIDE:
+        return SkinnyConfig(1, min(4, most), ordered=long)
+    if six_bits:
+        return SkinnyConfig(1, min(2, most), ordered=True)
+    two = width > 16 * AT_ONCE * processors(device)
+    return SkinnyConfig(1, min(4, most), tiles=2 if two else 1, ordered=True)
 
 
-def parts_config(weight: Packed, rows: int) -> SkinnyConfig | None:
+def parts_config(weight: Packed) -> SkinnyConfig | None:
     """For a long and narrow matrix, whose sums are left in two parts: twice as many programs lie evenly."""
     if weight.rows >= WIDE or weight.columns < LONG:
         return None
-    config = skinny_config(weight.rows, weight.columns, rows, six_bits=weight.type == "Q6_K")
-    return config._replace(across=min(4, config.across), parts=2)
+    return SkinnyConfig(1, 4, ordered=weight.rows * weight.columns >= LARGE, parts=2)
 
 
 def multiply(
@@ -570,7 +580,7 @@ def multiply(
     """As `tensor_core.multiply`, for several rows. With parts the only output is [parts, rows, out] in float32."""
     rows, columns = x.shape
     x, line = readable(x), line_up(x, weights, 1 if config is None else config.parts)
-    config = config or skinny_config(sum(line.widths), columns, rows, six_bits="Q6_K" in line.types)
+    config = config or skinny_config(sum(line.widths), columns, x.device, six_bits="Q6_K" in line.types)
     assert config.parts == 1 or len(weights) == 1, "parts are of one matrix"
     programs = line.tiles(True, 16) + line.tiles(False, 16 * config.tiles * config.down)
     _skinny_kernel[(config.parts, programs)](
@@ -585,7 +595,7 @@ def swiglu(
 ) -> Tensor:
     """silu(gate x) · (up x); both matrices of one type."""
     rows, columns = x.shape
-    config = config or skinny_config(gate.rows, columns, rows, paired=True, six_bits=gate.type == "Q6_K")
+    config = config or skinny_config(gate.rows, columns, x.device, paired=True, six_bits=gate.type == "Q6_K")
     assert config.tiles * config.down % 2 == 0, "gate and up are two tiles"
     x = readable(x)
     out = torch.empty(rows, gate.rows, dtype=x.dtype, device=x.device)
@@ -599,7 +609,7 @@ def swiglu(
 
 
 def _n_tiles(rows: int) -> int:
-    assert 2 <= rows <= SKINNY_ROWS, f"{rows} rows"
+    assert 2 <= rows <= MOST_ROWS, f"{rows} rows"
     return 1 if rows <= 8 else 2
 
 

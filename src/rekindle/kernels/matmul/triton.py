@@ -87,7 +87,7 @@ def multiply_in_parts(x: Tensor, weight: Packed, prefetch: Matrix | None = None)
     if rows <= skinny.SKINNY_ROWS and uses_tensor_cores(x, weight):
         if rows == 1 and (config := tensor_core.parts_config(weight)) is not None:
             return tensor_core.multiply(x, [weight], config=config, prefetch=behind)[0]
-        if rows > 1 and (form := skinny.parts_config(weight, rows)) is not None:
+        if rows > 1 and (form := skinny.parts_config(weight)) is not None:
             return skinny.multiply(x, [weight], form, behind)[0]
     return multiply(x, weight, prefetch=prefetch)
 
