@@ -23,7 +23,7 @@ from rekindle.stages.layout import round_up
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # a step -> how it is run again
 
 OPEN = 0  # the width of a draw among all of the vocabulary, `ordered.OPEN`
-LIKELY = (32, OPEN)  # widths that are recorded before the first request: top-k 20, and none
+LIKELY = (OPEN, 32)  # widths that are recorded before the first request: no top-k, and top-k 20
 
 
 class _HostParts(NamedTuple):
@@ -54,9 +54,9 @@ class RecordedDraws:
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}  # by rows and width
 
     def make_ready(self) -> None:
-        """Record what requests are likely to need."""
+        """Record what requests are likely to need, the largest first: the others fit into its memory."""
         for width in LIKELY:
-            for rows in sorted({self._padded(count, width) for count in range(1, self._most_open + 1)}):
+            for rows in sorted({self._padded(count, width) for count in range(1, self._most_open + 1)}, reverse=True):
                 self._replay_of(rows, width)
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[Drawable]) -> torch.Tensor:
@@ -116,30 +116,18 @@ class RecordedDraws:
         return self._parts[key]
 
     def _write(self, to: _HostParts, logits: torch.Tensor, rows: Sequence[Drawable], drawn: torch.Tensor) -> int:
-        """The orders of all rows; behind them padding, that does nothing. Returns how many masks there are."""
-        count, masks = len(rows), list[Mask]()
+        """The orders of all rows; behind them padding, which does nothing. Returns how many masks there are."""
+        count, at = len(rows), self._ordered.FIELDS
         first, step, out = logits.data_ptr(), 4 * logits.stride(0), drawn.data_ptr()
-        orders = list[tuple[int, ...]]()
+        orders, masks = list[tuple[int, ...]](), list[Mask]()
         for number, row in enumerate(rows):
             if (mask := row.mask) is not None:
                 masks.append(mask)
-            forced = row.forced
-            counts = _counts_at(row, logits)
-            orders.append(
-                (
-                    first + number * step,
-                    counts,
-                    0 if mask is None else len(masks),
-                    0 if forced is None else forced + 1,
-                    0 if row.in_block else counts,
-                    out + 8 * number,
-                    len(row.drafted),
-                )
-            )
+            own_mask = 0 if mask is None else len(masks)
+            orders.append((first + number * step, out + 8 * number, own_mask, *_fields(row, logits)))
             if row.drafted:
-                at = self._ordered.FIELDS
                 to.orders[number, at : at + len(row.drafted)] = row.drafted
-        to.orders[:count, : self._ordered.FIELDS] = orders
+        to.orders[:count, :at] = orders
         to.settings[:, :count] = np.array([_settings(row) for row in rows]).T
         to.orders[count:] = 0
         to.settings[:, count:] = 0
@@ -161,12 +149,13 @@ def _counts(row: Drawable) -> bool:
     return not row.in_block and has_penalties(row.sampling)
 
 
-def _counts_at(row: Drawable, logits: torch.Tensor) -> int:
-    """Address of what the row's penalties read; 0: it has none."""
-    if not has_penalties(row.sampling):
-        return 0
-    length = row.position - len(row.drafted)
-    return row.token_counts.up_to(length, row.tokens, row.prompt_length, logits).data_ptr()
+def _fields(row: Drawable, logits: torch.Tensor) -> tuple[int, int, int, int]:
+    """Of its order, those behind the mask."""
+    counts, forced = 0, row.forced
+    if has_penalties(row.sampling):
+        length = row.position - len(row.drafted)
+        counts = row.token_counts.up_to(length, row.tokens, row.prompt_length, logits).data_ptr()
+    return 0 if forced is None else forced + 1, counts, 0 if row.in_block else counts, len(row.drafted)
 
 
 def _settings(row: Drawable) -> tuple[float, ...]:

@@ -31,11 +31,11 @@ from rekindle.kernels.sampling.triton import (
 
 # Fields of an order. 0 stands for none; a number that may be 0 is written as one more.
 LOGITS = tl.constexpr(0)  # address of the row, float32 [vocab], a multiple of 16
-COUNTS = tl.constexpr(1)  # address of what penalties read, int32 [vocab]
+OUT = tl.constexpr(1)  # address of the token, int64
 MASK = tl.constexpr(2)  # number of the mask, plus 1
 FORCED = tl.constexpr(3)  # token, plus 1
-COUNTED = tl.constexpr(4)  # address of the counts to which the token is added
-OUT = tl.constexpr(5)  # address of the token, int64
+COUNTS = tl.constexpr(4)  # address of what penalties read, int32 [vocab]
+COUNTED = tl.constexpr(5)  # address of the counts to which the token is added
 DRAFTED = tl.constexpr(6)  # how many drafted tokens there are; they follow
 FIELDS = 7
 MOST_DRAFTED = 15  # before the last row of the longest block; an order is a multiple of 16 bytes
