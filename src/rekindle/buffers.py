@@ -13,6 +13,7 @@ STAGED_PAGES = 64  # pages of one layer in each of the two buffers between host 
 STAGED_EXPERTS = 16  # in each of the two halves through which cold experts pass in prefill, or all of a smaller layer
 
 RECORDED_ROWS = 2048  # of the longest chunk that is recorded: its graph has work memory of its own
+DRAWN_ROWS = 64  # of a recorded draw, at most: all blocks of a batch together
 
 IN_FLIGHT = 2  # captures that lie apart on a device until they are copied to the host
 CAPTURED_PAGES = 64  # pages gathered on a device at a time, on their way to the host or back

@@ -43,7 +43,8 @@ def readers(number: str) -> set[str]:
 def test_the_plan_and_the_runtime_read_every_size_of_a_buffer(number: str) -> None:
     packages = readers(number)
     assert "placement" in packages, f"the plan does not reserve {number}"
-    assert packages & {"pool", "experts", "snapshots", "kernels", "stages"}, f"the runtime does not allocate {number}"
+    runtime = {"pool", "experts", "snapshots", "kernels", "stages", "engine"}
+    assert packages & runtime, f"the runtime does not allocate {number}"
 
 
 @pytest.mark.parametrize("number", OF_KINDS)

@@ -7,7 +7,7 @@ results of the oldest step. Each verb has a file of its own:
     admit      admission, restore, loader (reads from slow tiers), twins (waiting for one another's prefix)
     schedule   scheduler, chunks, pace, drafting (what is proposed), ahead (blocks that the device knows before the
                host), forcing (tokens that must come)
-    launch     launch, flight (a step under way), sampler, to_host
+    launch     launch, flight (a step under way), sampler, recorded_draws (on a GPU), to_host
     collect    results, publisher (captures → snapshots), account, sums
     end        endings, recovery (a stage was lost), audit and audit_runs (restores computed again)
 
@@ -39,6 +39,7 @@ from rekindle.engine.kept_slots import KeptSlots
 from rekindle.engine.launch import Launcher
 from rekindle.engine.pace import Pace
 from rekindle.engine.publisher import Publisher
+from rekindle.engine.recorded_draws import RecordedDraws
 from rekindle.engine.recovery import Recovery
 from rekindle.engine.restore import Restorer
 from rekindle.engine.results import Collector
@@ -54,6 +55,7 @@ from rekindle.prefix import PrefixCache
 from rekindle.prompt import MOST_OF_A_KIND, Prompt
 from rekindle.speculative.cost import Costs, GpuCosts
 from rekindle.stages import Pipeline
+from rekindle.stages.graphs import GraphRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class Engine:
 
     def make_ready(self, vocab: int) -> None:
         """On a GPU, before the start: run the sampler and the copies of logits once, so that no request waits for their
-        compilation."""
+        compilation, and record draws."""
         device = self.pipeline.logits_device
         if device.type == "cuda":
             with torch.cuda.device(device):
@@ -133,6 +135,9 @@ class Engine:
                 warm_up_draws(logits)
                 DrawnTokens(argmax(logits)).on_host()
                 self._publisher.make_ready(logits[0])
+                draws = RecordedDraws(GraphRecorder(device), device, logits.shape[1], self.pipeline.slots)
+                draws.make_ready()
+                self._launcher.draw = draws
 
     def submit(self, request: Request) -> None:
         """Take the request, or refuse it at once with the reason."""

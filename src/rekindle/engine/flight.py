@@ -13,7 +13,7 @@ import torch
 
 from rekindle.batch import PENDING, Batch, Segment, Wanted
 from rekindle.engine.ahead import Ahead
-from rekindle.engine.sampler import draw
+from rekindle.engine.sampler import Draw, draw
 from rekindle.engine.sequence import Sequence as LiveSequence
 from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.token_counts import TokenCounts
@@ -99,9 +99,11 @@ class Flight:
         output: Future[StageOutput],
         launched: float | None = None,
         ahead: Ahead | None = None,
+        draw_all: Draw = draw,
     ) -> None:
         """launched: when the batch was handed over; a pipeline of this thread has run it by now. ahead: what its blocks
-        hold, where they were handed over before the host knew it."""
+        hold, where they were handed over before the host knew it. draw_all: draws all rows at once."""
+        self._draw_all = draw_all
         self.batch = batch
         self.owners = owners
         self.output = output
@@ -119,9 +121,14 @@ class Flight:
         """Let the device draw after the forward, while the host does other things. Rows with a grammar wait for the
         tokens of the step before, and the others of their batch with them: the forward runs meanwhile."""
         ready = self.output.done() and self.output.exception() is None
-        if ready and self._passed is None and not any(row.waits for row in self.drawing):
+        if ready and self._passed is None and not self.waits:
             self.draw()
             self._mark(device)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a row's grammar has not seen all tokens before it."""
+        return any(row.waits for row in self.drawing)
 
     def _mark(self, device: torch.device) -> None:
         """All kernels of the batch have been enqueued on the device by now."""
@@ -154,7 +161,7 @@ class Flight:
     def _draw(self, rows: torch.Tensor) -> torch.Tensor:
         """All rows at once; where that fails, row by row, so that only the rows at fault go without a token."""
         try:
-            return draw(rows, self.drawing)
+            return self._draw_all(rows, self.drawing)
         except Exception as error:
             log.warning("tokens of %d rows are drawn one by one: %s", len(self.drawing), error)
             return torch.cat([self._draw_row(number, rows) for number in range(len(self.drawing))])

@@ -19,6 +19,7 @@ from rekindle.engine.endings import Endings
 from rekindle.engine.flight import Flight
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.roster import Roster
+from rekindle.engine.sampler import Draw, draw
 from rekindle.engine.scheduler import Scheduler, Step
 from rekindle.engine.sequence import Sequence
 from rekindle.engine.types import FinishReason
@@ -72,6 +73,7 @@ class Launcher:
         self._publisher = publisher
         self._endings = endings
         self._grid = grid
+        self.draw: Draw = draw
 
     def schedule(self) -> Step | None:
         """The next step; None if enough is in flight, nothing is to be run, or nothing fits until results are back."""
@@ -88,7 +90,8 @@ class Launcher:
         """Hand the step to the pipeline, and ask for captures where its chunks reach a boundary."""
         (batch, owners, ahead), launched = step, time.monotonic()
         output = self._pipeline.forward(batch, self._pending_of(step))
-        flight = Flight(batch, tuple(owners), output, launched if ahead is None else ahead.began, ahead)
+        began = launched if ahead is None else ahead.began
+        flight = Flight(batch, tuple(owners), output, began, ahead, self.draw)
         flight.enqueue_draw(self._pipeline.logits_device)
         for segment, sequence in zip(batch.segments, owners, strict=True):
             sequence.advance(segment.end, alone=len(owners) == 1, grid=self._grid)

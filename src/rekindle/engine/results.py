@@ -90,7 +90,7 @@ class Collector:
         flight.draw()
         flight.wait()
         self._note_pace(flight)
-        if flight.ahead is not None:  # what follows a block stands still until the host has gone on
+        if flight.ahead is not None or self._next_waits:  # the device may stand still until the host has gone on
             self._holding += flight.owners
             for owner in flight.owners:
                 owner.hold()
@@ -100,6 +100,11 @@ class Collector:
             self._collect_rows(result)
         for outcome in flight.outcomes():
             self._collect_tokens(outcome)
+
+    @property
+    def _next_waits(self) -> bool:
+        """Whether the next flight's draws wait for the tokens of this one, and its forward is under way."""
+        return bool(self._flights) and self._flights[0].waits
 
     def _note_pace(self, flight: Flight) -> None:
         """Flights follow one another on the device: each began when it was launched, or when the last came back."""

@@ -6,7 +6,8 @@ batched, cold or restored, and a sequence that was preempted and resumed goes on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,8 @@ from rekindle.kernels.sampling import (
 )
 
 COLDEST = 1e-5  # below it a temperature is none: a logit in doubt has no chance, and dividing by less may overflow
+HIGHEST = 1 - 2**-23  # of a uniform number: just below 1 in float32 too
+AT_ONCE = 64  # uniform numbers of a seed that are made together
 
 
 class Drawable(Protocol):
@@ -53,9 +56,21 @@ class Drawable(Protocol):
     def forced(self) -> int | None: ...  # the token that must come, whatever the logits say
 
 
+Draw = Callable[[torch.Tensor, Sequence[Drawable]], torch.Tensor]  # `draw`, or what gives the same tokens
+
+
 def uniform(seed: int, position: int) -> float:
     """The random number in [0, 1) for the token at `position`."""
-    return float(np.random.Generator(np.random.Philox(key=seed % 2**64, counter=position)).random())
+    return _uniforms(seed % 2**64, position // AT_ONCE)[position % AT_ONCE]
+
+
+@lru_cache(maxsize=1024)
+def _uniforms(seed: int, run: int) -> list[float]:
+    """Of AT_ONCE positions. Philox makes four numbers at each value of its counter, of which a token takes the first.
+    (To set up a generator takes as long as to draw hundreds of numbers.)"""
+    generator = np.random.Generator(np.random.Philox(key=seed, counter=run * AT_ONCE))
+    found: list[float] = generator.random(4 * AT_ONCE)[::4].tolist()
+    return found
 
 
 def has_penalties(s: Sampling) -> bool:
@@ -107,6 +122,12 @@ def warm_up_draws(logits: torch.Tensor) -> None:
     one = torch.ones(1)
     for top_k in (20, 0):
         sample(logits, one, torch.tensor([top_k]), one * 0.9, one * 0, one.double() * 0.5)
+    if logits.is_cuda:
+        from rekindle.kernels.sampling import ordered
+
+        block = torch.zeros(ordered.block_words(1, logits.shape[1], 1), dtype=torch.int64, device=logits.device)
+        for width in (32, ordered.OPEN, ordered.GREEDY):
+            ordered.draw_ordered(ordered.parts_of(block, 1, logits.shape[1]), logits.shape[1], width)
 
 
 def are_drawable(logits: torch.Tensor) -> bool:

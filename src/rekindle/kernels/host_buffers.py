@@ -15,7 +15,7 @@ class HostBuffers:
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int32) -> None:
         gpu = device.type == "cuda"
-        self._buffers = [torch.zeros(shape, dtype=dtype, pin_memory=gpu) for _ in range(BUFFERS)]
+        self._buffers = [torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=gpu) for _ in range(BUFFERS)]
         self._copied = [torch.cuda.Event() for _ in range(BUFFERS)] if gpu else []
         self._turn = 0
 

@@ -46,6 +46,7 @@ LEGEND: tuple[tuple[str, str, frozenset[str]], ...] = (
                 "expert staging",
                 "activations",
                 "logits",
+                "recorded draws",
                 "expand scratch",
                 "recorded steps",
             }

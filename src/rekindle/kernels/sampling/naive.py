@@ -145,7 +145,7 @@ def penalise(logits: Tensor, penalties: Sequence[Penalty | None]) -> Tensor:
 def count_tokens(counts: Tensor, tokens: Sequence[int]) -> None:
     """counts int32 [vocab] += 1 for every one of the tokens."""
     if tokens:
-        more = torch.tensor(tokens, dtype=torch.int64)
+        more = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         if counts.is_cuda:
             more = more.pin_memory().to(counts.device, non_blocking=True)
         counts.index_add_(0, more, torch.ones_like(more, dtype=torch.int32))

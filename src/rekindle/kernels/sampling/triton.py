@@ -38,14 +38,20 @@ def argmax(logits: Tensor) -> Tensor:
     parts = triton.cdiv(vocab, PART)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _part_kernel[(parts, rows)](logits, values, tokens, logits.stride(0), vocab, parts, PART=PART, num_warps=8)
+    return best_of_parts(values, tokens)
+
+
+def best_of_parts(values: Tensor, tokens: Tensor) -> Tensor:
+    """The highest of every part [rows, parts], and its token -> the row's token int64 [rows]."""
+    rows, parts = values.shape
+    out = torch.empty(rows, dtype=torch.int64, device=values.device)
     _best_kernel[(rows,)](values, tokens, out, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
     return out
 
 
 @triton.jit
-def _seen(value):
+def seen(value):
     """A NaN becomes infinite, so that the highest of a row tells whether a token can be drawn from it."""
     return tl.where(value == value, value, float("inf"))
 
@@ -60,7 +66,7 @@ def _part_kernel(logits, values, tokens, logit_row, vocab, parts, PART: tl.const
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = part * PART + tl.arange(0, PART)
     value = tl.load(logits + row * logit_row + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    best, which = tl.max(_seen(value), axis=0, return_indices=True)  # the lowest index among equals
+    best, which = tl.max(seen(value), axis=0, return_indices=True)  # the lowest index among equals
     tl.store(values + row * parts + part, best)
     tl.store(tokens + row * parts + part, (part * PART + which).to(tl.int64))
 
@@ -168,6 +174,14 @@ def _setting(order, field):
     return tl.load(order + field).to(tl.int32).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def penalised(value, entry, answered, presence, frequency, repetition):
+    """Logits of tokens that stand `answered` times in the answer; entry: of the counts."""
+    repeated = tl.where(value > 0.0, value / repetition, value * repetition)
+    value = tl.where((entry >= IN_PROMPT) | (answered > 0), repeated, value)
+    return value - frequency * answered.to(tl.float32) - tl.where(answered > 0, presence, 0.0)
+
+
 @triton.jit(do_not_specialize=["drafted"])
 def _penalise_kernel(logits, orders, out, logit_row, vocab, drafted, FIELDS: tl.constexpr, PART: tl.constexpr):
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -181,10 +195,7 @@ def _penalise_kernel(logits, orders, out, logit_row, vocab, drafted, FIELDS: tl.
         answered = entry & (IN_PROMPT - 1)
         for place in range(drafted):
             answered += (at == tl.load(order + FIELDS + place)).to(tl.int32)
-        presence, frequency, repetition = _setting(order, 1), _setting(order, 2), _setting(order, 3)
-        repeated = tl.where(value > 0.0, value / repetition, value * repetition)
-        value = tl.where((entry >= IN_PROMPT) | (answered > 0), repeated, value)
-        value = value - frequency * answered.to(tl.float32) - tl.where(answered > 0, presence, 0.0)
+        value = penalised(value, entry, answered, _setting(order, 1), _setting(order, 2), _setting(order, 3))
     tl.store(out + row * vocab + at, value, mask=inside)
 
 
@@ -209,28 +220,54 @@ def _count_kernel(drawn, addresses):
 def draw_narrow(logits: Tensor, settings: Tensor) -> Tensor:
     """Rows with 0 < top_k ≤ MOST, or temperature 0."""
     most = int(settings[1].clamp(max=MOST).max())
-    return draw_best(logits, _settings_on(logits.device, settings), max(16, triton.next_power_of_2(most)))
+    return draw_best(logits, _settings_on(logits.device, settings), width_for(most))
+
+
+def width_for(top_k: int) -> int:
+    """Candidates that are selected where the highest top-k of a batch is this."""
+    return max(16, triton.next_power_of_2(top_k))
 
 
 def draw_best(logits: Tensor, settings: Tensor, width: int) -> Tensor:
     """The draw among the `width` highest logits of every row, a power of two; settings on the device."""
-    rows, vocab = logits.shape
     assert logits.stride(1) == 1, "the logits of a row lie side by side"
-    run = max(RUN, 4 * width)
-    source, count, row, first = logits, vocab, logits.stride(0), True
-    while first or count > FINAL:
-        runs = triton.cdiv(count, run)
-        keys = torch.empty((rows, runs * width), dtype=torch.int64, device=logits.device)
-        _best_of_run_kernel[(runs, rows)](
-            source, keys, row, count, runs, FIRST=first, RUN=run, WIDTH=width, num_warps=4
-        )
-        source, count, row, first = keys, runs * width, runs * width, False
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    return draw_keys(_best_of_runs(logits, logits.shape[1], logits.stride(0), width, first=True), settings, width)
+
+
+def draw_keys(keys: Tensor, settings: Tensor, width: int) -> Tensor:
+    """The draw among the `width` highest of every row's keys int64 [rows, count]."""
+    while keys.shape[1] > FINAL:
+        keys = _best_of_runs(keys, keys.shape[1], keys.shape[1], width, first=False)
+    rows, count = keys.shape
+    out = torch.empty(rows, dtype=torch.int64, device=keys.device)
     _draw_narrow_kernel[(rows,)](
-        source, settings, out, rows, count,
+        keys, settings, out, rows, count,
         BLOCK=max(width, triton.next_power_of_2(count)), WIDTH=width, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _best_of_runs(source: Tensor, count: int, row: int, width: int, first: bool) -> Tensor:
+    """Keys int64 [rows, runs · width]; row: from one row of the source to the next."""
+    run = run_of(width)
+    runs = triton.cdiv(count, run)
+    keys = torch.empty((source.shape[0], runs * width), dtype=torch.int64, device=source.device)
+    _best_of_run_kernel[(runs, source.shape[0])](
+        source, keys, row, count, runs, FIRST=first, RUN=run, WIDTH=width, num_warps=4
+    )
+    return keys
+
+
+def run_of(width: int) -> int:
+    """Logits, or keys, of which one program keeps the `width` highest."""
+    return max(RUN, 4 * width)
+
+
+@triton.jit
+def key_of(logit, token):
+    bits = (seen(logit) + 0.0).to(tl.int32, bitcast=True)  # adding zero makes one zero of two
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["runs"])
@@ -243,10 +280,7 @@ def _best_of_run_kernel(
     inside = at < count
     if FIRST:
         logit = tl.load(source + row * source_row + at, mask=inside, other=float("-inf")).to(tl.float32)
-        bits = (_seen(logit) + 0.0).to(tl.int32, bitcast=True)  # adding zero makes one zero of two
-        bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-        key = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64)
-        key = tl.where(inside, key, LOWEST)
+        key = tl.where(inside, key_of(logit, at), LOWEST)
     else:
         key = tl.load(source + row * source_row + at, mask=inside, other=LOWEST)
     to = keys + (row * runs + run) * WIDTH + tl.arange(0, WIDTH)
@@ -321,7 +355,7 @@ def _peak_kernel(
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = part * PART + tl.arange(0, PART)
     value = tl.load(logits + row * logit_row + at, mask=at < vocab, other=float("-inf"))
-    tl.store(peaks + row * parts + part, tl.max(_seen(value), axis=0))
+    tl.store(peaks + row * parts + part, tl.max(seen(value), axis=0))
     if part == 0:
         for level in tl.static_range(LEVELS):
             tl.store(tables + (row * LEVELS + level) * 32 + tl.arange(0, 32), tl.zeros([32], tl.int64))
