@@ -3,9 +3,9 @@
 A tiny random model. Chunks of many lengths, behind one another, behind a restore and of several prompts at once; decode
 alone and beside others, sparse decode over page edges, blocks to verify with every way back; bf16 and q8 KV. Blocks of
 several sequences, whose recorded steps have other numbers of rows, are computed in float32, so that a fault does not
-pass for rounding. On a GPU also steps that wait for pages under way, handed over far ahead of the device. The last line
-says how many of the checks failed; exit code 1 if any did. With --device cpu the steps are run again instead of
-replayed, which tries this script itself.
+pass for rounding. On a GPU also draws, which have the tokens of unrecorded ones, and steps that wait for pages under
+way, handed over far ahead of the device. The last line says how many of the checks failed; exit code 1 if any did. With
+--device cpu the steps are run again instead of replayed, which tries this script itself.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,10 @@ import torch
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.synth import write_synthetic
+from rekindle.engine.recorded_draws import RecordedDraws
+from rekindle.engine.sampler import draw
+from rekindle.engine.token_counts import TokenCounts
+from rekindle.engine.types import Sampling
 from rekindle.layers import load_span
 from rekindle.layers.span import ModelSpan
 from rekindle.pool import Recorder
@@ -209,6 +214,55 @@ def under_way(device: torch.device, record: Recorder) -> bool:
     return ahead and [int(value) - before for value in found] == list(range(1, 9))
 
 
+@dataclass
+class PaperRow:
+    """A row to draw from, of a sequence of its own."""
+
+    sampling: Sampling
+    position: int
+    mask: np.ndarray | None = None
+    drafted: tuple[int, ...] = ()
+    in_block: bool = False
+    forced: int | None = None
+    prompt_length: int = 40
+    tokens: list[int] = field(default_factory=lambda: list(TOKENS[:60]))
+    token_counts: TokenCounts = field(default_factory=TokenCounts)
+
+
+def paper_row(dice: np.random.Generator, top_k: int, vocab: int) -> PaperRow:
+    penalty = float(dice.choice([0.0, 1.5]))
+    sampling = Sampling(
+        temperature=float(dice.choice([0.0, 0.7, 1.3])),
+        top_k=top_k,
+        top_p=0.9,
+        min_p=0.01,
+        seed=int(dice.integers(1 << 40)),
+        presence_penalty=penalty,
+        repetition_penalty=1 + penalty / 5,
+    )
+    mask = dice.integers(-(2**31), 2**31, -(-vocab // 32)).astype(np.int32) if dice.random() < 0.4 else None
+    return PaperRow(sampling, 60, mask, forced=7 if dice.random() < 0.1 else None)
+
+
+def draws(device: torch.device, vocab: int = 100_003) -> bool:
+    """Recorded draws against unrecorded ones, of fresh sequences and of the same ones a token later."""
+    dice, record = np.random.default_rng(5), again if device.type == "cpu" else GraphRecorder(device)
+    recorded = RecordedDraws(record, device, vocab, slots=8)
+    for trial in range(24):
+        rows = [paper_row(dice, (0, 20, 64)[trial % 3], vocab) for _ in range(int(dice.integers(1, 9)))]
+        twins = [replace(row, token_counts=TokenCounts()) for row in rows]
+        for position in (60, 61):
+            logits = 4 * torch.randn(len(rows), -(-vocab // 4) * 4, device=device)[:, :vocab]
+            for row in (*rows, *twins):
+                row.position = position
+            ours, theirs = recorded(logits, rows), draw(logits, twins)
+            if not torch.equal(ours, theirs):
+                return False
+            for row, token in zip((*rows, *twins), (*ours.tolist(), *theirs.tolist()), strict=True):
+                row.tokens.append(token)
+    return True
+
+
 def load(shape: str, device: torch.device, dtype: torch.dtype) -> ModelSpan:
     with tempfile.TemporaryDirectory() as folder:
         file = open_weights(write_synthetic(Path(folder) / f"{shape}.gguf", shape))
@@ -219,8 +273,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="", help="of the checks of one model, those with these names; by commas")
+    parser.add_argument("--draws", action="store_true", help="nothing but these")
     options = parser.parse_args()
     device, only = torch.device(options.device), options.only.split(",")
+    if options.draws:
+        good = draws(device)
+        print(f"{'ok ' if good else 'BAD'} draws, with penalties, masks and forced tokens")
+        sys.exit(not good)
     coarse = torch.float32 if device.type == "cpu" else torch.bfloat16
     model, experts = (load(shape, device, coarse) for shape in ("tiny", "tiny-moe"))
     sparse = {"pages": 12, "host_pages": 60, "kv_mode": "sparse", "rewind_rows": 16}
@@ -260,6 +319,10 @@ def main() -> None:
         good = pair.worst <= near
         failed += not good
         print(f"{'ok ' if good else 'BAD'} {name}, off by {pair.worst:.4f}", flush=True)
+    if device.type == "cuda":
+        good = draws(device)
+        failed += not good
+        print(f"{'ok ' if good else 'BAD'} draws, with penalties, masks and forced tokens", flush=True)
     for how, record in (("one by one", again), ("recorded", GraphRecorder(device))) if device.type == "cuda" else ():
         good = under_way(device, record)
         failed += not good
