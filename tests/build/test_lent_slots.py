@@ -106,6 +106,7 @@ def test_memory_is_traded_by_default_where_ram_has_room_for_what_is_lent() -> No
     roomy, short = default_plan(1 << 37), default_plan(10 << 30)
     assert roomy.stages[0].lendable and roomy.stages[0].pool_tokens == 8192
     assert not short.stages[0].lendable and short.stages[0].pool_tokens == 65_536
+    assert "RAM is short" in show_plan(short) and "RAM is short" not in show_plan(roomy)
     assert default_plan(10 << 30, live_memory=True).stages[0].pool_tokens == 8192, "asked for, it is obeyed"
     for given in ({"live_memory": False}, {"pool": 65_536}, {"kv_mode": "sparse"}):
         assert not default_plan(1 << 37, **given).stages[0].lendable

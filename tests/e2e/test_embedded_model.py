@@ -6,6 +6,8 @@ import asyncio
 import json
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,3 +174,11 @@ def test_a_client_killed_midway_frees_its_slot(server: Any) -> None:
         ):
             return
     pytest.fail("the slot is still taken: " + server.get("/metrics").text)
+
+
+def test_it_answers_where_triton_is_not_installed() -> None:
+    """As after ./scripts/serve on a machine without a GPU: the tests' own environment has it."""
+    command = "import sys; sys.modules['triton'] = None; from rekindle.cli import main; main()"
+    arguments = ["generate", "The capital of France is", "--max-tokens", "3", "--temperature", "0"]
+    done = subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr

@@ -115,9 +115,11 @@ def plan_numbers(
 
     def plan_for(sequences: int) -> Plan:
         plan = make_plan(machine, spec, sizes, wishes_of(sequences))
-        if config.live_memory is None and plan.wishes.lends and not _lends_everywhere(plan):
-            return make_plan(machine, spec, sizes, replace(plan.wishes, lends=False))
-        return plan
+        if config.live_memory is not None or not plan.wishes.lends or _lends_everywhere(plan):
+            return plan
+        fixed = make_plan(machine, spec, sizes, replace(plan.wishes, lends=False))
+        why = "KV does not grow into the slots of experts: RAM is short of a copy of those it would take (--ram)"
+        return replace(fixed, reasons=(*fixed.reasons, why)) if _has_cold_on_gpus(fixed) else fixed
 
     counts_tried = SEQUENCES if config.sequences is None else (config.sequences,)
     try:
@@ -132,8 +134,12 @@ def plan_numbers(
 
 def _lends_everywhere(plan: Plan) -> bool:
     """Whether KV can grow on every GPU that has cold experts: a small pool which cannot would be read over PCIe."""
-    gpus = [stage for stage in plan.stages if stage.cold and not stage.device.host]
-    return bool(gpus) and all(stage.lendable for stage in gpus)
+    lends = [bool(stage.lendable) for stage in plan.stages if stage.cold and not stage.device.host]
+    return bool(lends) and all(lends)
+
+
+def _has_cold_on_gpus(plan: Plan) -> bool:
+    return any(stage.cold and not stage.device.host for stage in plan.stages)
 
 
 def _first_roomy(plan_for: Callable[[int], Plan], counts: Sequence[int]) -> Plan:

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from triton import knobs
-
 log = logging.getLogger(__name__)
 
 _here = threading.local()  # kernels launched for the first time by this thread, by how they came
@@ -21,6 +19,8 @@ _here = threading.local()  # kernels launched for the first time by this thread,
 
 def watch_first_launches() -> None:
     """From now on, in this process."""
+    from triton import knobs  # only beside a GPU is it installed
+
     knobs.compilation.listener = _note
 
 
