@@ -111,7 +111,7 @@ class Config:
     kv_type: str | None = None
     kv_mode: str = "exact"  # sparse: attention leaves pages out once a sequence outgrows the pool
     kv_policy: str = "qk"  # which pages sparse mode attends: the likeliest to matter, or the latest (lru)
-    pool: int | None = None  # tokens of KV on every device
+    pool: int | None = None  # tokens of KV on every device, at most
     # KV that outgrows the pool gets the memory of the coldest experts, until it ends; None: where that can be
     live_memory: bool | None = None
     vram: tuple[int, ...] | None = None  # bytes that may be used of each GPU, or of every one

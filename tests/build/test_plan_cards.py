@@ -94,3 +94,8 @@ def test_a_shape_is_planned_with_the_type_of_kv_that_is_asked_for() -> None:
 
 def test_a_drafter_needs_a_file_to_be_compared_with() -> None:
     assert "--shape has none" in str(run(*A3B, "--vram", "22GiB", "--drafter", "nowhere").exception)
+
+
+def test_no_card_has_more_memory_than_it_has() -> None:
+    refused = run(*A3B, "--card", "RTX 3090", "--vram", "80GiB")
+    assert "80.0 GiB, and the card RTX 3090 has 24.0 GiB" in str(refused.exception)

@@ -122,6 +122,18 @@ def test_short_chunks_of_several_prompts_share_a_step() -> None:
     assert run(scheduler, [], 9) == [[512, 500, 7, 40], [2048], [300], [30], [552]]
 
 
+def test_chunks_that_padding_would_outgrow_run_one_by_one() -> None:
+    """The smallest shared step has 256 rows: so many take longer than a few, and than a chunk which the gap bounds."""
+    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048))
+    for slot, length in enumerate((6, 4, 90)):
+        scheduler.add(sequence(slot, length, Prefilling))
+    assert run(scheduler, [], 9) == [[6], [4], [90]]
+    paced = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 128))
+    for slot in (1, 2):
+        paced.add(sequence(slot, 60, Prefilling))
+    assert run(paced, [sequence(0, 10, Decoding)], 3) == [[60], [1], [60]]
+
+
 def test_beside_answers_they_share_what_one_of_them_may_have() -> None:
     scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048))
     answering = [sequence(0, 10, Decoding)]
@@ -149,7 +161,7 @@ def test_every_state_has_the_bits_of_a_run_by_itself_with_the_edges_its_manifest
     make_tiny: Any, kind: str, async_steps: int
 ) -> None:
     lab = Lab(make_tiny(kind))
-    prompts = [random_tokens(count, seed) for seed, count in enumerate((300, 70, 520, 33))]
+    prompts = [random_tokens(count, seed) for seed, count in enumerate((300, 70, 520, 83))]
     alone = lab.engine(grid=256)
     expected = [Answer(alone, Prompt(prompt), max_tokens=40).tokens for prompt in prompts]
     alone.stop()

@@ -169,6 +169,11 @@ def _machine(config: Config) -> Machine:
 def _of_cards(config: Config, cards: Sequence[GpuCard]) -> Machine:
     """Empty ones, or as much of them as --vram says, beside the RAM of this machine or the one that was given."""
     given = vram_by_name(config.vram, config.devices)
+    for name, its in zip(config.devices, cards, strict=True):
+        if given.get(name, 0) > its.bytes:
+            raise BadConfig(
+                f"--vram gives {name} {show_bytes(given[name])}, and the card {its.name} has {show_bytes(its.bytes)}"
+            )
     ram, fastest = make_machine(["cpu"], None, config.ram).ram, max(card.speed for card in cards)
     return Machine(
         tuple(

@@ -7,6 +7,7 @@ mask, settings, a forced token, where the token goes) is written by the host int
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from rekindle.engine.sampler import COLDEST, HIGHEST, Drawable, draw, has_penalt
 from rekindle.grammar.guide import Mask
 from rekindle.kernels.host_buffers import HostBuffers
 from rekindle.stages.layout import round_up
+
+log = logging.getLogger("rekindle.engine")
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # a step -> how it is run again
 
@@ -52,6 +55,7 @@ class RecordedDraws:
         self._host = HostBuffers((size,), device, torch.int64)
         self._parts: dict[tuple[int, int], _HostParts] = {}  # by buffer and rows
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}  # by rows and width
+        self._refused = set[tuple[int, int]]()  # that could not be recorded: memory was short
 
     def make_ready(self) -> None:
         """Record what requests are likely to need, the largest first: the others fit into its memory."""
@@ -65,7 +69,19 @@ class RecordedDraws:
         if width is None or len(rows) > (self._most_open if width == OPEN else DRAWN_ROWS):
             return draw(logits, rows)
         with torch.cuda.device_of(logits):
-            return self._draw(logits, rows, width)
+            return self._draw(logits, rows, width) if self._is_ready(len(rows), width) else draw(logits, rows)
+
+    def _is_ready(self, rows: int, width: int) -> bool:
+        """Whether the draw is recorded, now or before. What cannot be recorded is not tried again."""
+        key = self._padded(rows, width), width
+        if key in self._refused:
+            return False
+        try:
+            self._replay_of(*key)
+        except RuntimeError as error:
+            log.warning("draws of %d rows are not recorded, and take longer: %s", key[0], error)
+            self._refused.add(key)
+        return key not in self._refused
 
     def _reads(self, logits: torch.Tensor) -> bool:
         """Whether they lie as the kernels expect: rows begin at multiples of 16 bytes."""

@@ -24,6 +24,7 @@ from rekindle.engine.state import (
     State,
     Waiting,
 )
+from rekindle.engine.token_counts import TokenCounts
 from rekindle.prefix import Lookup
 from rekindle.snapshots.types import Snapshot
 
@@ -138,6 +139,7 @@ class Roster:
     def preempt(self, sequence: Sequence, snapshot: Snapshot) -> int:
         """To the head of the line, with all its state beside it."""
         sequence.logits = None
+        sequence.token_counts = TokenCounts()  # its memory is another's; it is counted anew
         return self._requeue(sequence, Preempted(snapshot))
 
     def start_over(self, sequence: Sequence) -> int:

@@ -22,7 +22,7 @@ from rekindle.engine.drafting import Proposals, Proposer
 from rekindle.engine.pace import Pace
 from rekindle.engine.sequence import Sequence
 from rekindle.speculative.width import MOST
-from rekindle.stages.layout import SHARED, SHARERS
+from rekindle.stages.layout import LEAST_SHARED, SHARED, SHARERS
 
 BLOCK_ROWS = 64  # of all blocks of a batch on a GPU: up to so many, reading weights takes most of a step
 Fits = Callable[[Sequence, int], bool]  # reserves pages up to that position for the sequence, or says there are none
@@ -56,7 +56,7 @@ class Scheduler:
         self._proposer = proposer or Proposer()
         self._reach = reach  # positions of which a drafter reads features; 0: there is none
         self._chunk_was_last = False
-        self._prefilling: deque[Sequence] = deque()  # turns are taken in order, one chunk each
+        self._prefilling: deque[Sequence] = deque()  # turns are taken in order, one chunk each; short ones may go along
 
     @property
     def in_flight(self) -> int:
@@ -104,24 +104,33 @@ class Scheduler:
 
     def _next_chunks(self, chunks: list[Sequence], decoding: list[Sequence], pace: Pace, fits: Fits) -> Step | None:
         """The next chunk, shorter while others answer; a short one takes those of other prompts along."""
-        longest = budget = pace.rows if any(not s.background for s in decoding) else self.grid
+        longest = pace.rows if any(not s.background for s in decoding) else self.grid
         segments: Segments = []
-        for sequence in chunks:
-            end = sequence.next_chunk_end(self.grid, longest)
-            rows = end - sequence.position
-            alone = rows > SHARED or sequence.repeats_bits
-            if segments and (alone or rows > budget):
-                continue
+        for sequence, end in self._sharers(chunks, longest):
             if not fits(sequence, end):
                 break
             segments.append((self._chunk(sequence, end), sequence))
-            budget -= rows
-            if alone or budget <= 0 or len(segments) == max(SHARERS):
-                break
         for _, sequence in segments:
             self._prefilling.remove(sequence)
             self._prefilling.append(sequence)
         return _step(segments)
+
+    def _sharers(self, chunks: list[Sequence], longest: int) -> list[tuple[Sequence, int]]:
+        """The first sequence with its chunk's end, and others whose chunks go along in one step: not where padding to
+        the smallest shared step would take longer than chunks one by one."""
+        taken, left = list[tuple[Sequence, int]](), longest
+        for sequence in chunks:
+            end = sequence.next_chunk_end(self.grid, longest)
+            rows = end - sequence.position
+            alone = rows > SHARED or sequence.repeats_bits or longest < LEAST_SHARED
+            if alone and not taken:
+                return [(sequence, end)]
+            if not alone and rows <= left:
+                taken.append((sequence, end))
+                left -= rows
+            if len(taken) == max(SHARERS):
+                break
+        return taken if 2 * (longest - left) >= LEAST_SHARED else taken[:1]
 
     def _decode_turn(self, decoding: list[Sequence]) -> list[Sequence]:
         """With several stages, a share of the rows, so that the other stages get rows of the other sequences."""

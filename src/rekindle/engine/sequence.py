@@ -214,6 +214,7 @@ class Sequence:
         self.verifying = False
         self.prefill_end = len(self.tokens)
         self.logits = None
+        self.token_counts = TokenCounts()
         self.stretches.clear()
         self.boundaries.clear()
 

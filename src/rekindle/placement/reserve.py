@@ -181,7 +181,7 @@ def _work_items(
         Item("activations", rows * _row_bytes(spec, wishes.compute_bytes)),
         # logits, the sampler's copy, and what penalties count of each sequence
         Item("logits", (2 * decode_rows + wishes.sequences) * spec.vocab * F32 if last else 0),
-        Item("recorded draws", DRAWN_ROWS * _drawn_row_bytes(spec) if gpu and last else 0),
+        Item("recorded draws", _drawing_bytes(spec, wishes.sequences) if gpu and last else 0),
         Item("expand scratch", expanded_values(sizes) * wishes.compute_bytes),
         *(Item(name, size) for name, size in mixers.work_bytes(rows, decode_rows).items()),
         Item("recorded steps", _recorded_bytes(spec, wishes, mixers) if gpu else 0),
@@ -195,9 +195,11 @@ def _recorded_bytes(spec: ModelSpec, wishes: Wishes, mixers: SpanMixers) -> int:
     return rows * _row_bytes(spec, wishes.compute_bytes) + sum(mixers.work_bytes(rows, 1).values())
 
 
-def _drawn_row_bytes(spec: ModelSpec) -> int:
-    """A grammar's mask, and candidates: at most 128 of every 1024 logits, of 8 bytes."""
-    return spec.vocab // 8 + spec.vocab
+def _drawing_bytes(spec: ModelSpec, sequences: int) -> int:
+    """Grammars' masks, and in memory that recorded draws share the larger of candidates (at most 128 of every 1024
+    logits, of 8 bytes) and of logits that are drawn from without top-k."""
+    shared = max(DRAWN_ROWS * spec.vocab, min(sequences, DRAWN_ROWS) * spec.vocab * F32)
+    return DRAWN_ROWS * (spec.vocab // 8) + shared
 
 
 def _row_bytes(spec: ModelSpec, compute_bytes: int) -> int:

@@ -29,6 +29,7 @@ CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, RECORDED_ROW
 LONGEST_CHUNK = CHUNKS[-1]  # with more rows the device has enough to do while the host launches
 SHARED = 512  # rows of each of several prompts' chunks that share a recorded step …
 SHARERS = {2: (256, 512, 1024), 4: (256, 512, 1024, RECORDED_ROWS)}  # … and rows of such steps, by how many may share
+LEAST_SHARED = min(size for sizes in SHARERS.values() for size in sizes)
 NARROW = 128  # pages of all rows' tables together, up to which attention has a program for each
 
 T = TypeVar("T", np.ndarray, torch.Tensor)

@@ -227,3 +227,17 @@ def test_padding_reads_and_writes_nothing() -> None:
         ordered.draw_ordered(ordered.parts_of(block, 2, VOCAB), VOCAB, width)
     assert not block.any()
     assert ordered.IN_PROMPT.value == naive.IN_PROMPT
+
+
+def test_what_cannot_be_recorded_is_drawn_as_ever_and_not_tried_again() -> None:
+    tries = list[int]()
+
+    def record(step: Callable[[], None]) -> Callable[[], None]:
+        tries.append(1)
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    draws = RecordedDraws(record, torch.zeros(1).device, VOCAB, 4)
+    row, logits = Row(Sampling(temperature=1.0, top_k=20, seed=3, presence_penalty=1.5)), logits_of(1)
+    for _ in range(2):
+        assert torch.equal(draws(logits, [twin(row)]), sampler.draw(logits, [twin(row)]))
+    assert len(tries) == 1

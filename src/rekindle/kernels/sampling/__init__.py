@@ -12,6 +12,7 @@ from rekindle.kernels.sampling.naive import (
     count_tokens,
     keep_allowed,
     log_softmax_at,
+    on_device,
     penalise,
     sample,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "count_tokens",
     "keep_allowed",
     "log_softmax_at",
+    "on_device",
     "penalise",
     "sample",
 ]

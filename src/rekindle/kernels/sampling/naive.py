@@ -145,10 +145,14 @@ def penalise(logits: Tensor, penalties: Sequence[Penalty | None]) -> Tensor:
 def count_tokens(counts: Tensor, tokens: Sequence[int]) -> None:
     """counts int32 [vocab] += 1 for every one of the tokens."""
     if tokens:
-        more = torch.tensor(tokens, dtype=torch.int64, device="cpu")
-        if counts.is_cuda:
-            more = more.pin_memory().to(counts.device, non_blocking=True)
+        more = on_device(tokens, counts.device)
         counts.index_add_(0, more, torch.ones_like(more, dtype=torch.int32))
+
+
+def on_device(tokens: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [tokens], without a wait for what the device still does."""
+    host = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def count_drawn(drawn: Tensor, counts: Sequence[Tensor | None]) -> None:
