@@ -48,7 +48,7 @@ def test_every_prompt_length_is_told_by_itself_and_what_is_sent_again_is_restore
         assert (again["sent"], again["computed"], restored(again)) == (2 * length, 0, {"ram": 2 * length})
         assert cold["answered"] == again["answered"] == 10
         assert 0 < cold["first_p50"] <= cold["first_worst"] <= cold["last_first"]
-        assert 0 < cold["gap_p50"] <= cold["gap_p99"] <= cold["gap_worst"]
+        assert 0 <= cold["gap_p50"] <= cold["gap_p99"] <= cold["gap_worst"]  # tokens may arrive together
 
 
 def test_a_conversation_goes_on_from_the_answer_that_came(server: Server) -> None:
