@@ -51,7 +51,7 @@ OUT = Path(os.environ.get("OUT", "/tmp"))
 
 Run = Callable[["Layer", Tensor, Tensor, Tensor, SharedExpert | None], Tensor]
 
-# Warps, tiles, n-tiles, spread, registers for codes of 4 bits and for longer ones, turns early; the rows that try them.
+# Warps, tiles, n-tiles, spread, registers for codes of 4 bits and for longer ones; the rows that try them.
 CONFIGS: dict[AlongConfig, tuple[int, int]] = {
     AlongConfig(4, 2, 1, 2, 128, 128): (33, 256),
     AlongConfig(4, 1, 1, 2, 96, 128): (33, 128),

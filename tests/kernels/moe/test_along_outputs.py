@@ -71,7 +71,7 @@ def uneven(rows: int) -> tuple[Tensor, Tensor]:
     ("up_type", "down_type", "rows", "shared", "config"),
     [
         ("Q4_K", "Q4_K", 3, True, AlongConfig(4, 1, 1, 1, 128, 128)),
-        ("Q4_K", "Q6_K", 7, False, AlongConfig(4, 2, 2, 2, 168, 128, 3)),
+        ("Q4_K", "Q6_K", 7, False, AlongConfig(4, 2, 2, 2, 168, 128)),
         ("Q5_K", "Q5_K", 11, True, AlongConfig(4, 1, 2, 1, 128, 128)),
         ("Q6_K", "Q4_K", 20, False, AlongConfig(8, 2, 4, 1, 168, 168)),
         ("Q4_K", "Q6_K", 37, False, AlongConfig(4, 1, 8, 2, 255, 255)),

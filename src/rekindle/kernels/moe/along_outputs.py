@@ -30,7 +30,7 @@ from rekindle.kernels.device import pdl_arguments, shared_memory_carveout
 from rekindle.kernels.matmul.fragments import load_piece
 from rekindle.kernels.matmul.mma import expanded_pairs, factors, scales_at
 from rekindle.kernels.matmul.packing import BLOCK
-from rekindle.kernels.matmul.ptx import ask_for, in_two_parts, load_one, load_two, mma, store_half, store_word, threads
+from rekindle.kernels.matmul.ptx import in_two_parts, load_one, load_two, mma, store_half, store_word, threads
 from rekindle.kernels.matmul.stream_k import block_products, hold, load_step, moved_on, planes_at
 from rekindle.kernels.matmul.tiles import bits_of, has_minimum
 from rekindle.kernels.matmul.types import Packed
@@ -46,8 +46,7 @@ LAID = tl.constexpr(64)  # blocks of x that a program lays out
 class AlongConfig(NamedTuple):
     """Warps of a program; tiles of 16 outputs of a warp, 1 or 2, for codes of 4 bits (longer ones have 1); n-tiles (of
     eight pairs) that it multiplies at once, at most; programs that share the pairs of an expert; registers that a
-    thread may take for codes of 4 bits, and for longer ones; turns of 256 columns by which codes come to the L2 early
-    (0: not), for few warps have little on its way."""
+    thread may take for codes of 4 bits, and for longer ones."""
 
     warps: int
     tiles: int
@@ -55,7 +54,6 @@ class AlongConfig(NamedTuple):
     spread: int
     registers: int
     long_registers: int
-    early: int = 0
 
     def of(self, type: str) -> tuple[int, dict[str, int]]:
         """Tiles of a warp, and the arguments of a launch."""
@@ -63,7 +61,7 @@ class AlongConfig(NamedTuple):
         tiles, registers = (self.tiles, self.registers) if short else (1, self.long_registers)
         return tiles, {
             "N_TILES": self.n_tiles, "TILES": tiles, "SPREAD": self.spread, "WARPS": self.warps,
-            "EARLY": self.early, "num_warps": self.warps, "num_stages": 1, "maxnreg": registers,
+            "num_warps": self.warps, "num_stages": 1, "maxnreg": registers,
         }  # fmt: skip
 
 
@@ -226,16 +224,9 @@ def _words_of(tile, tile2, t):
 
 
 @triton.jit
-def _lines(first, second, t, COLUMNS: tl.constexpr, TILES: tl.constexpr, APART: tl.constexpr):
-    """A row's codes of a turn are a line of 128 bytes: threads t < 2 · TILES have one of the rows each."""
-    mine = tl.where(t % 2 == 0, first[0], second[0])
-    return tl.where(t < 2, mine, _rows_on((mine, mine, mine, mine), APART, COLUMNS)[0]), t < 2 * TILES
-
-
-@triton.jit
 def _products(
     x, row, rows,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, TILES: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, TILES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """One or two tiles of outputs, APART rows apart, times the rows `row` (int64 [N_TILES, threads]) of x over all
     columns: twice four [N_TILES, threads]. The next group is on its way while this one is multiplied."""
@@ -248,13 +239,8 @@ def _products(
     acc2 = acc
     tile, tile2 = _load_tiles(first, second, 0, 0, COLUMNS, TYPE, TILES, APART)
     other, other2 = _load_tiles(first, second, 0, 1, COLUMNS, TYPE, TILES, APART)
-    line, live = _lines(first, second, t, COLUMNS, TILES, APART)
-    for turn in tl.static_range(1, EARLY):
-        ask_for(line + 32 * turn, (live & (turn < COLUMNS // 256)).to(tl.int32))
     hold(t)
     for group in range(0, COLUMNS // 128, 2):  # columns come in blocks of 256
-        if EARLY > 0:
-            ask_for(line + 16 * group + 32 * EARLY, (live & (group + 2 * EARLY < COLUMNS // 128)).to(tl.int32))
         acc, acc2 = _group_products(acc, acc2, tile, tile2, values + group * 256, TYPE, TILES)
         words, words2 = _words_of(tile, other, t), _words_of(tile2, other2, t)
         tile, tile2 = _load_tiles(first, second, group, 2, COLUMNS, TYPE, TILES, APART)
@@ -294,7 +280,7 @@ def _share_of(starts, shared, rows, pairs, SPREAD: tl.constexpr, PIECE: tl.const
 def _up_piece(
     x, order, to, m_first, end, pairs, at, width, tile,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, USED: tl.constexpr, N_TILES: tl.constexpr, TILES: tl.constexpr,
-    SUMMED: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr,
+    SUMMED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """inner of up to 8 · N_TILES pairs from m_first on, for the outputs from `at` on."""
     g, t, warp = threads(WARPS)
@@ -302,7 +288,7 @@ def _up_piece(
     m = eight + 2 * t
     inner, inner_sums = to
     row = _row_of(order, eight + g, end, pairs, USED)
-    acc, acc2 = _products(x, row, tile, COLUMNS, TYPE, TILES, 8, EARLY)
+    acc, acc2 = _products(x, row, tile, COLUMNS, TYPE, TILES, 8)
     n = at + 8 * TILES * warp + g
     total, total2 = _store_gated(inner, acc, m, end, n, width)
     if TILES == 2:
@@ -355,7 +341,7 @@ def _up_along_kernel(
     codes, high_bits, scales, super_scales, up_codes, up_high_bits, up_scales, up_super_scales,
     s_codes, s_high_bits, s_scales, s_super_scales, s_up_codes, s_up_high_bits, s_up_scales, s_up_super_scales,
     USED: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, SUMMED: tl.constexpr,
-    N_TILES: tl.constexpr, TILES: tl.constexpr, SPREAD: tl.constexpr, EARLY: tl.constexpr,
+    N_TILES: tl.constexpr, TILES: tl.constexpr, SPREAD: tl.constexpr,
     WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """silu(gate x) · (up x) of pairs of one expert for 8 · TILES · WARPS outputs. SUMMED: the sums
@@ -376,17 +362,11 @@ def _up_along_kernel(
     for m_first in range(begin, end, apart):
         left = end - m_first
         if N_TILES > 1 and left <= 8:
-            _up_piece(
-                x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 1, TILES, SUMMED, EARLY, WARPS
-            )
+            _up_piece(x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 1, TILES, SUMMED, WARPS)
         elif N_TILES > 2 and left <= 16:
-            _up_piece(
-                x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 2, TILES, SUMMED, EARLY, WARPS
-            )
+            _up_piece(x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 2, TILES, SUMMED, WARPS)
         elif N_TILES > 4 and left <= 32:
-            _up_piece(
-                x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 4, TILES, SUMMED, EARLY, WARPS
-            )
+            _up_piece(x, order, to, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, USED, 4, TILES, SUMMED, WARPS)
         else:
             _up_piece(
                 x,
@@ -404,7 +384,6 @@ def _up_along_kernel(
                 N_TILES,
                 TILES,
                 SUMMED,
-                EARLY,
                 WARPS,
             )
 
@@ -413,13 +392,13 @@ def _up_along_kernel(
 def _down_piece(
     x, order, weights, shares, m_first, end, pairs, at, width, tile,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, TILES: tl.constexpr,
-    EARLY: tl.constexpr, WARPS: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """weight · (down inner) of up to 8 · N_TILES pairs from m_first on, for the outputs from `at` on."""
     g, t, warp = threads(WARPS)
     eight = m_first + 8 * tl.arange(0, N_TILES)[:, None]
     row = tl.minimum(eight + g, end - 1).to(tl.int64)
-    acc, acc2 = _products(x, row, tile, COLUMNS, TYPE, TILES, 16, EARLY)
+    acc, acc2 = _products(x, row, tile, COLUMNS, TYPE, TILES, 16)
     n = at + 16 * TILES * warp + g
     _store_shares(shares, order, weights, acc, acc2, eight + 2 * t, end, pairs, n, width, 0, TILES)
     _store_shares(shares, order, weights, acc, acc2, eight + 2 * t, end, pairs, n, width, 1, TILES)
@@ -449,7 +428,7 @@ def _down_along_kernel(
     inner, sums, order, starts, weights, shares, rows, pairs, shared, width,
     codes, high_bits, scales, super_scales, s_codes, s_high_bits, s_scales, s_super_scales,
     COLUMNS: tl.constexpr, TYPE: tl.constexpr,
-    N_TILES: tl.constexpr, TILES: tl.constexpr, SPREAD: tl.constexpr, EARLY: tl.constexpr,
+    N_TILES: tl.constexpr, TILES: tl.constexpr, SPREAD: tl.constexpr,
     WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """shares: weight · (down inner) by pair, and behind the pairs what the shared expert gives, by row; 16 ·
@@ -469,17 +448,11 @@ def _down_along_kernel(
     for m_first in range(begin, end, apart):
         left = end - m_first
         if N_TILES > 1 and left <= 8:
-            _down_piece(
-                x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 1, TILES, EARLY, WARPS
-            )
+            _down_piece(x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 1, TILES, WARPS)
         elif N_TILES > 2 and left <= 16:
-            _down_piece(
-                x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 2, TILES, EARLY, WARPS
-            )
+            _down_piece(x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 2, TILES, WARPS)
         elif N_TILES > 4 and left <= 32:
-            _down_piece(
-                x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 4, TILES, EARLY, WARPS
-            )
+            _down_piece(x, order, weights, shares, m_first, end, pairs, at, width, tile, COLUMNS, TYPE, 4, TILES, WARPS)
         else:
             _down_piece(
                 x,
@@ -496,7 +469,6 @@ def _down_along_kernel(
                 TYPE,
                 N_TILES,
                 TILES,
-                EARLY,
                 WARPS,
             )
 
@@ -517,16 +489,16 @@ def grouped_shares(
     inner = torch.empty(pairs + extra, width, dtype=h.dtype, device=h.device)
     inner_sums = torch.empty(pairs + extra, width // BLOCK, 2, dtype=h.dtype, device=h.device)
     shares = torch.empty(pairs + extra, hidden, dtype=torch.float32, device=h.device)
-    programs, early = experts * config.spread + pieces, pdl_arguments(h.device)
+    programs, launch = experts * config.spread + pieces, pdl_arguments(h.device)
     tiles, common = config.of(gate.type)
     _up_along_kernel[(width // (8 * tiles * config.warps), programs)](
         values, sums, order, starts, inner, inner_sums, rows, pairs, pieces, width,
         *planes(gate), *planes(up), *planes(s_gate), *planes(s_up),
-        USED=ids.shape[1], COLUMNS=hidden, TYPE=gate.type, SUMMED=has_minimum(down.type), **common, **early,
+        USED=ids.shape[1], COLUMNS=hidden, TYPE=gate.type, SUMMED=has_minimum(down.type), **common, **launch,
     )  # fmt: skip
     tiles, common = config.of(down.type)
     _down_along_kernel[(hidden // (16 * tiles * config.warps), programs)](
         inner, inner_sums, order, starts, weights, shares, rows, pairs, pieces, hidden, *planes(down), *planes(s_down),
-        COLUMNS=width, TYPE=down.type, **common, **early,
+        COLUMNS=width, TYPE=down.type, **common, **launch,
     )  # fmt: skip
     return shares
