@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.wire import read_message
 
 from rekindle.api import Guard
 from rekindle.api.bodies import SMALL
@@ -203,13 +204,13 @@ def test_of_two_hosts_or_origins_neither_is_believed(house):
         with socket.create_connection(("127.0.0.1", house.port), timeout=20) as connection:
             lines = [f"{key}: {value}" for key, value in (headers if name == "Origin" else headers[1:])]
             connection.sendall("\r\n".join(["GET /v1/models HTTP/1.1", *lines, "", ""]).encode())
-            assert answer_on(connection).split()[1] in (b"403", b"400")
+            assert read_message(connection).first_line.split()[1] in (b"403", b"400")
 
 
 def test_a_health_check_of_http_1_0_needs_no_host(house):
     with socket.create_connection(("127.0.0.1", house.port), timeout=20) as connection:
         connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-        assert b" 200 " in answer_on(connection)
+        assert b" 200 " in read_message(connection).first_line
 
 
 @pytest.mark.parametrize(
@@ -246,15 +247,6 @@ def begin(house: Any, length: int, sent: bytes = b"", **headers: str) -> socket.
     lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", *(f"{k}: {v}" for k, v in {**JSON, **headers}.items())]
     connection.sendall("\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode() + sent)
     return connection
-
-
-def answer_on(connection: socket.socket) -> bytes:
-    got = b""
-    while data := connection.recv(65536):
-        got += data
-        if b"\r\n\r\n" in got:
-            break
-    return got
 
 
 LARGE = 1 << 20
@@ -312,12 +304,12 @@ def test_slow_bodies_of_one_key_leave_room_for_another(fresh_house, tmp_path):
 
 def test_a_body_that_does_not_come_is_not_waited_for(fresh_house):
     house = fresh_house(body_seconds=0.2)
-    assert b" 408 " in answer_on(begin(house, 1000, b"{"))
+    assert b" 408 " in read_message(begin(house, 1000, b"{")).first_line
 
 
 def test_a_body_that_says_it_is_far_too_long_is_not_read(fresh_house):
     house = fresh_house(max_body=1000)
-    assert b" 413 " in answer_on(begin(house, 10**12))
+    assert b" 413 " in read_message(begin(house, 10**12)).first_line
 
 
 def test_headers_that_do_not_come_are_not_waited_for(fresh_house):
@@ -355,9 +347,9 @@ def test_connections_beyond_the_bound_are_told_so_and_closed(fresh_house):
     house = fresh_house(connections=3)
     held = [socket.create_connection(("127.0.0.1", house.port), timeout=20) for _ in range(3)]
     held[2].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert b" 200 " in answer_on(held[2]), "all three are in"
+    assert b" 200 " in read_message(held[2]).first_line, "all three are in"
     extra = socket.create_connection(("127.0.0.1", house.port), timeout=20)
-    assert b" 503 " in answer_on(extra)
+    assert b" 503 " in read_message(extra).first_line
     for connection in held:
         connection.close()
     for _ in range(200):
@@ -384,10 +376,10 @@ def test_a_connection_serves_on_when_a_request_was_refused_before_its_body_came(
     head = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", house.port), timeout=20) as connection:
         connection.sendall(head.format("/v1/embeddings", len(body)).encode())
-        assert b"makes no embeddings" in connection.recv(4096)
+        assert b"makes no embeddings" in read_message(connection).body
         connection.sendall(body)
         connection.sendall(head.format("/v1/completions", len(body)).encode() + body)
-        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        assert b" 200 " in read_message(connection).first_line
 
 
 def test_nobody_reads_the_rest_of_a_body_that_was_answered(fresh_house):
@@ -395,7 +387,7 @@ def test_nobody_reads_the_rest_of_a_body_that_was_answered(fresh_house):
     connection = socket.create_connection(("127.0.0.1", house.port), timeout=20)
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     connection.sendall(head.encode() + b"1\r\nx\r\n" * 1000)
-    assert b" 401 " in answer_on(connection)
+    assert b" 401 " in read_message(connection).first_line
     until = time.monotonic() + 15
     while time.monotonic() < until:
         try:
@@ -416,7 +408,7 @@ def test_a_body_in_small_chunks_arrives_whole(house):
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     connection = socket.create_connection(("127.0.0.1", house.port), timeout=20)
     connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + blanks + framed)
-    assert b" 200 " in answer_on(connection)
+    assert b" 200 " in read_message(connection).first_line
 
 
 # Keys

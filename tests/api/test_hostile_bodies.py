@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.wire import read_message
 
 from rekindle.api.dialects import DIALECTS
 from rekindle.api.keys import ApiKeys
@@ -136,18 +137,6 @@ def test_numbers_that_json_cannot_write_again_are_refused_at_any_depth(
 # Answers before the body
 
 
-def answer_on(connection: socket.socket) -> bytes:
-    said = b""
-    while b"\r\n\r\n" not in said:
-        said += (more := connection.recv(65536))
-        assert more, f"the connection was closed after {said!r}"
-    head, _, body = said.partition(b"\r\n\r\n")
-    length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-le"))
-    while len(body) < length:
-        body += connection.recv(65536)
-    return head
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/nowhere"])
 @pytest.mark.parametrize("length", [10, 1 << 20])
 def test_a_refusal_that_needs_no_body_leaves_the_connection_to_the_next_request(
@@ -161,6 +150,6 @@ def test_a_refusal_that_needs_no_body_leaves_the_connection_to_the_next_request(
         connection.sendall(f"{head}\r\n".encode())
         select.select([connection], [], [], 0.3)  # time for an answer that does not wait for the body
         connection.sendall(b"x" * length)
-        assert b" 401 " in answer_on(connection) or path == "/nowhere"
+        assert b" 401 " in read_message(connection).first_line or path == "/nowhere"
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert b" 200 " in answer_on(connection)
+    assert b" 200 " in read_message(connection).first_line

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from support.forked import run_rekindle
 from support.server import Server, StartServer
+from support.wire import read_message
 
 from rekindle.bench.load import Load, LoadClient, ServedAnswer, rows_of, run_load, share_below
 from rekindle.cli.bench import load_table
@@ -98,7 +99,7 @@ def test_a_server_that_hangs_up_and_one_that_is_not_there_are_failures() -> None
 
     def hang_up() -> None:
         connection, _ = listener.accept()
-        connection.recv(65536)
+        read_message(connection)
         connection.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\ndata")
         connection.close()
 
@@ -132,7 +133,7 @@ def test_a_peer_without_token_ids_and_without_our_report_is_measured_by_its_own_
 
     def answer_once() -> None:
         connection, _ = listener.accept()
-        connection.recv(65536)
+        read_message(connection)
         connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         connection.close()
 

@@ -166,7 +166,7 @@ def test_a_client_killed_midway_frees_its_slot(server: Any) -> None:
         f"content-length: {len(body)}",
     ]
     connection.sendall("\r\n".join([*head, "", body]).encode())
-    assert b"200" in connection.recv(100)
+    assert connection.recv(100)  # the answer has begun
     connection.close()
     for _ in range(600):
         if "rekindle_running 0.0" in server.get("/metrics").text.replace(

@@ -1,0 +1,31 @@
+"""HTTP messages read from a socket, whole: a message may arrive in any number of pieces."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WireMessage:
+    first_line: bytes
+    body: bytes
+
+
+def read_message(connection: socket.socket) -> WireMessage:
+    """One request or answer with a Content-Length (none is 0); the connection stays open behind it."""
+    got = b""
+    while b"\r\n\r\n" not in got:
+        got += _more(connection, got)
+    head, _, body = got.partition(b"\r\n\r\n")
+    first_line, *lines = head.split(b"\r\n")
+    lengths = [int(line.split(b":")[1]) for line in lines if line.lower().startswith(b"content-length:")]
+    while len(body) < sum(lengths):
+        body += _more(connection, body)
+    return WireMessage(first_line, body)
+
+
+def _more(connection: socket.socket, got: bytes) -> bytes:
+    data = connection.recv(65536)
+    assert data, f"the connection was closed after {got!r}"
+    return data
