@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -23,6 +24,7 @@ from rekindle.api.bodies import BodyReader
 from rekindle.api.dialects import DIALECTS, error_response
 from rekindle.api.dialects.base import Dialect, N, T
 from rekindle.api.errors import Forbidden
+from rekindle.api.events import Bell
 from rekindle.api.generation import Generation
 from rekindle.api.history import History
 from rekindle.api.keys import Client
@@ -98,7 +100,15 @@ class Routes:
         self._bodies = BodyReader(guard)
         self._meters = Meters()
         self._history = History(metrics)
+        self._bell: Bell | None = None
         self._page = (files("rekindle") / "web" / "index.html").read_text(encoding="utf-8")
+
+    def _bell_here(self) -> Bell:
+        """One for all requests of an event loop; a server has one loop."""
+        loop = asyncio.get_running_loop()
+        if self._bell is None or self._bell.loop is not loop:
+            self._bell = Bell(loop)
+        return self._bell
 
     def table(self, dialects: Sequence[Dialect[Any]]) -> list[Route]:
         others = [route for dialect in dialects for route in dialect.routes(self)]
@@ -199,7 +209,9 @@ class Routes:
             on_finished = None
             if isinstance(wanted.source, Conversation):
                 on_finished = partial(self._history.finished, model, wanted.source, wanted.n, client)
-            generation = Generation.start(model.engine, model.text, self._metrics, params, arrived, on_finished)
+            generation = Generation.start(
+                model.engine, model.text, self._metrics, params, arrived, self._bell_here(), on_finished
+            )
             request.state.record.generation = generation
             until_answered.callback(lambda: meter.charge(generation.drawn))
             until_answered.callback(generation.close)

@@ -90,22 +90,18 @@ class Choice:
         self._stop_text = text.stop_text(stops)
         self._length = 0  # characters that the tokens so far have made, shown or not
 
-    def read(self, events: Iterable[Event]) -> TextDelta:
-        delta = join([TextDelta(self.index), *(self._read_one(event) for event in events)])
+    def read(self, events: Sequence[Event]) -> TextDelta:
+        deltas = [self._read_one(event) for event in events]
+        delta = deltas[0] if len(deltas) == 1 else join([TextDelta(self.index), *deltas])
         self.ids += delta.ids
         self.text += delta.text
         self.answer.add(delta.found)
         return delta
 
     def _read_one(self, event: Event) -> TextDelta:
+        if isinstance(event, Token):
+            return self._read_token(event)
         match event:
-            case Token():
-                offset = self._length
-                was_thinking = self._is_thinking
-                text = self._visible(self._detokenizer.push(event.token))
-                found = self._parsed(text)
-                self.reasoning_tokens += was_thinking or self._is_thinking
-                return TextDelta(self.index, text, (event,), (offset,), (event.token,), found=found)
             case Started():
                 self.started = event.cache
             case PromptLogprobs():
@@ -118,6 +114,14 @@ class Choice:
                 ids = () if event.stop_token is None else (event.stop_token,)
                 return TextDelta(self.index, text, ids=ids, finish=event.reason, found=self._parsed(text, last=True))
         return TextDelta(self.index)
+
+    def _read_token(self, event: Token) -> TextDelta:
+        offset = self._length
+        was_thinking = self._is_thinking
+        text = self._visible(self._detokenizer.push(event.token))
+        found = self._parsed(text)
+        self.reasoning_tokens += was_thinking or self._is_thinking
+        return TextDelta(self.index, text, (event,), (offset,), (event.token,), found=found)
 
     def _visible(self, text: str) -> str:
         """The part of the text that is certain to lie before a stop string."""

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from rekindle.api.choice import Choice, TextDelta, ends_in_thinking, join
-from rekindle.api.events import EventQueue, TimedEvent
+from rekindle.api.events import Bell, EventQueue, TimedEvent
 from rekindle.api.metrics import Metrics
 from rekindle.api.params import GenerationParams
 from rekindle.api.ports import EnginePort, TextPort
@@ -32,8 +32,8 @@ class Generation:
     metrics: Metrics
     params: GenerationParams
     arrived: float  # monotonic seconds
+    events: EventQueue
     on_finished: Callable[[Choice], None] | None = None  # called with each finished answer before its last delta
-    events: EventQueue = field(default_factory=EventQueue)
     choices: list[Choice] = field(default_factory=list)
 
     @classmethod
@@ -44,10 +44,11 @@ class Generation:
         metrics: Metrics,
         params: GenerationParams,
         arrived: float,
+        bell: Bell,
         on_finished: Callable[[Choice], None] | None = None,
     ) -> Generation:
         """Submit every answer; if the engine refuses one, the others are cancelled and its error is raised."""
-        generation = cls(engine, text, metrics, params, arrived, on_finished)
+        generation = cls(engine, text, metrics, params, arrived, EventQueue(bell), on_finished)
         try:
             for index in range(len(params.prompts) * params.n):
                 generation._submit(index)
@@ -103,14 +104,15 @@ class Generation:
         """Deltas as they come, at most one per answer and batch; an empty batch after `patience` quiet seconds."""
         while not self.done:
             events = await self.events.take(patience)
-            self._measure(events)
+            tokens = self._measure(events)
             indices = dict.fromkeys(it.index for it in events)
-            deltas = [self.choices[i].read(it.event for it in events if it.index == i) for i in indices]
+            deltas = [self.choices[i].read([it.event for it in events if it.index == i]) for i in indices]
             for delta in deltas:
                 if delta.finish is not None and self.on_finished is not None:
                     self.on_finished(self.choices[delta.index])
             yield deltas
-            _raise_failure(events)
+            if tokens < len(events):
+                _raise_failure(events)
 
     async def answers(self) -> list[TextDelta]:
         """Every answer whole, by index."""
@@ -122,29 +124,36 @@ class Generation:
 
     def close(self) -> None:
         """Cancel every answer that has not ended: its client has left. Safe to call twice."""
+        self.events.close()
         for choice in self.choices:
             if not choice.ended:
                 choice.ended, choice.ending = True, "client left"
                 self.engine.cancel(choice.request_id)
                 self.metrics.cancellations.inc()
 
-    def _measure(self, events: Sequence[TimedEvent]) -> None:
+    def _measure(self, events: Sequence[TimedEvent]) -> int:
+        """How many of the events are tokens."""
+        tokens = 0
         for timed in events:
             choice = self.choices[timed.index]
-            if isinstance(timed.event, Finished):
+            if isinstance(timed.event, Token):
+                tokens += 1
+                self._note_token(choice, timed.at)
+            elif isinstance(timed.event, Finished):
                 self.metrics.count_finished(timed.event)
                 choice.ending = timed.event.reason.value
             elif isinstance(timed.event, Failed):
                 choice.ending = "failed"
-            if not isinstance(timed.event, Token):
-                continue
-            self.metrics.generated.inc()
-            if choice.last_token_at is None:
-                choice.first_token_at = timed.at
-                self.metrics.first_token.observe(timed.at - self.arrived)
-            else:
-                self.metrics.token.observe(timed.at - choice.last_token_at)
-            choice.last_token_at = timed.at
+        self.metrics.generated.inc(tokens)
+        return tokens
+
+    def _note_token(self, choice: Choice, at: float) -> None:
+        if choice.last_token_at is None:
+            choice.first_token_at = at
+            self.metrics.first_token.observe(at - self.arrived)
+        else:
+            self.metrics.token.observe(at - choice.last_token_at)
+        choice.last_token_at = at
 
     @property
     def drawn(self) -> int:

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 EVENT_STREAM = "text/event-stream"
 HEARTBEAT = b": waiting\n\n"  # a comment; readers skip it
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 T = TypeVar("T")
 
@@ -22,12 +23,7 @@ def event(value: dict[str, Any], name: str | None = None) -> bytes:
     """One event, with a name where the dialect has names. JSON escapes line breaks inside strings, so the value is
     always one line."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return (
-        head
-        + b"data: "
-        + json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-        + b"\n\n"
-    )
+    return head + b"data: " + _ENCODER.encode(value).encode() + b"\n\n"
 
 
 class Silence:

@@ -44,6 +44,8 @@ class StopText:
 
     def push(self, text: str) -> str:
         """The text that may be shown now."""
+        if not self._stops:
+            return text
         if self.met is not None:
             return ""
         text = self._held + text
@@ -62,7 +64,7 @@ class StopText:
         return held
 
     def _longest_beginning_at_end_of(self, text: str) -> int:
-        longest = len(self._stops[0]) - 1 if self._stops else 0
+        longest = len(self._stops[0]) - 1
         for length in range(min(longest, len(text)), 0, -1):
             tail = text[-length:]
             if any(stop.startswith(tail) for stop in self._stops):

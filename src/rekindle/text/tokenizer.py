@@ -12,6 +12,7 @@ A file may flag a token wrongly, so its shape decides in two cases: `<|…|>` is
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -250,8 +251,9 @@ class Tokenizer:
         if not 0 <= token < len(self._texts) or self._kinds[token] == TokenKind.UNUSED:
             return b""
         text = self._texts[token]
-        if self._kinds[token] == TokenKind.NORMAL and all(letter in _BYTE_OF for letter in text):
-            return bytes(_BYTE_OF[letter] for letter in text)
+        if self._kinds[token] == TokenKind.NORMAL:
+            with contextlib.suppress(KeyError):
+                return bytes(map(_BYTE_OF.__getitem__, text))
         return text.encode()
 
     def token_text(self, token: int) -> str:
