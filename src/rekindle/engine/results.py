@@ -120,7 +120,7 @@ class Collector:
         if self._pace is not None:
             if flight.batch.rows == len(flight.batch.segments):
                 self._pace.note_step(self._last_back - began)
-            elif len(flight.owners) == 1 and not flight.batch.rewindable:  # several are padded to another size
+            elif not flight.batch.rewindable:
                 self._pace.note_chunk(flight.batch.rows, self._last_back - began)
 
     # Rows

@@ -104,7 +104,8 @@ class Scheduler:
 
     def _next_chunks(self, chunks: list[Sequence], decoding: list[Sequence], pace: Pace, fits: Fits) -> Step | None:
         """The next chunk, shorter while others answer; a short one takes those of other prompts along."""
-        longest = pace.rows if any(not s.background for s in decoding) else self.grid
+        answering = sum(not s.background for s in decoding)
+        longest = pace.rows(len(chunks), answering) if answering else self.grid
         segments: Segments = []
         for sequence, end in self._sharers(chunks, longest):
             if not fits(sequence, end):
