@@ -37,7 +37,7 @@ from rekindle.kernels.matmul.mma import (
     store_tile,
 )
 from rekindle.kernels.matmul.ptx import load_two, mma, threads
-from rekindle.kernels.matmul.stream_k import block_products, gated
+from rekindle.kernels.matmul.stream_k import block_products, gated, silu_times_quads
 from rekindle.kernels.matmul.tensor_core import (
     LARGE,
     LONG,
@@ -413,11 +413,6 @@ def store_quads(out, acc, rows, at, width):
     store_one(out, acc[3], m + 1, rows, n + 8, width)
 
 
-@triton.jit
-def silu_times(gate, up):
-    return gate * tl.sigmoid(gate) * up
-
-
 # ---- launches -----------------------------------------------------------------------------------------------------
 
 
@@ -536,13 +531,12 @@ def _gated_skinny_kernel(
         address, sums_at, planes, planes2, pair, 0, COLUMNS, TYPE, TILES, ACROSS, 1, ORDERED, PDL
     )  # fmt: skip
     hand_over((p0, n0, p1, n1, p2, n2, p3, n3, first), PDL, PREFETCH, WARPS)
-    c0, c1, c2, c3 = over_columns(acc, N_TILES, DOWN, ACROSS)
+    gate = over_columns(acc, N_TILES, DOWN, ACROSS)
     if TILES == 1:
-        store_quads(out, gated((c0, c1, c2, c3), N_TILES, BESIDE), rows, first_of, width)
+        store_quads(out, gated(gate, N_TILES, BESIDE), rows, first_of, width)
     else:
-        u0, u1, u2, u3 = over_columns(acc2, N_TILES, DOWN, ACROSS)
-        quads = silu_times(c0, u0), silu_times(c1, u1), silu_times(c2, u2), silu_times(c3, u3)
-        store_quads(out, quads, rows, first_of, width)
+        up = over_columns(acc2, N_TILES, DOWN, ACROSS)
+        store_quads(out, silu_times_quads(gate, up), rows, first_of, width)
 
 
 def skinny_config(
