@@ -63,8 +63,8 @@ def serve(
     max_gap: Annotated[
         int,
         typer.Option(
-            help="On GPUs: milliseconds that answers may pause for a chunk of another request's prompt (a target; longer "
-            "while several prompts wait)."
+            help="On GPUs: milliseconds that answers may pause for a chunk of another request's prompt (a target; "
+            "longer while several prompts wait)."
         ),
     ] = DEFAULTS.max_gap,
     dtype: options.Dtype = None,

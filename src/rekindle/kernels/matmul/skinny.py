@@ -373,6 +373,8 @@ def skinny_products(
             if TILES == 2:
                 acc2 = offset_products(acc2, tile2[0], tile2[1], there, t, TYPE)
         acc, acc2 = group_products(acc, acc2, tile, tile2, here, 0, TYPE, TILES, ORDERED)
+        if N_TILES * TILES == 4:
+            here = hold(here)  # all of x at once would take 32 registers more, and with them a third of the warps
         acc, acc2 = group_products(acc, acc2, tile, tile2, here, 1, TYPE, TILES, ORDERED)
         pair += ACROSS
         planes = moved_on(planes, ACROSS)

@@ -1,9 +1,10 @@
 """Stream-K: two to FEW_ROWS rows through large grouped planes in NVIDIA's tensor cores, x in `fragments` order.
 
 The warps of a program stand along the outputs, so that they read the same x; a warp may have two tiles of 16 outputs,
-and then reads x once for both. As many programs run as the card holds at once, each with an equal share of the work, counted in units: a block of outputs by one group of columns. Where a share
-ends inside a block its partial sums go to memory, and the last program of the block to finish adds them up in the order
-of the columns: the same bits on every run.
+and then reads x once for both. As many programs run as the card holds at once, each with an equal share of the work,
+counted in units: a block of outputs by one group of columns. Where a share ends inside a block its partial sums go to
+memory, and the last program of the block to finish adds them up in the order of the columns: the same bits on every
+run.
 """
 
 # mypy: disable-error-code="no-untyped-def"
