@@ -19,5 +19,6 @@ IN_FLIGHT = 2  # captures that lie apart on a device until they are copied to th
 CAPTURED_PAGES = 64  # pages gathered on a device at a time, on their way to the host or back
 
 SLAB_BYTES = 16 << 20  # of host memory that is used again, pinned beside a GPU
+SLAB_MAKERS = 4  # threads that make them, beside a GPU
 STOCK = 8  # slabs of a GPU that wait for captures, where no plan says how many: beside a GPU in another machine
 UPLOAD_SLABS = 4  # through which memory that is not pinned goes up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -208,6 +209,22 @@ def test_stop_token_ends_the_answer_and_is_not_part_of_it(engine: Engine) -> Non
     assert answer.finished.completion_tokens == len(answer.tokens) + 1
     ignoring = Answer(engine, prompt, stop_tokens=frozenset([stop]), ignore_stop_tokens=True)
     assert ignoring.wait().tokens == free
+
+
+def test_no_last_token_waits_for_the_capture_of_another_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    capture = engine.pipeline.capture
+    monkeypatch.setattr(engine.pipeline, "capture", lambda slot: happened.append("capture") or capture(slot))
+    all_are_there = threading.Event()
+    engine._inbox.put(lambda: all_are_there.wait() and None)
+    said = [lambda count, n=n: happened.append(f"{n}: {count}") for n in range(3)]
+    answers = [Answer(engine, Prompt(random_tokens(20, 75 + n)), at_token=said[n]) for n in range(3)]
+    all_are_there.set()
+    for answer in answers:
+        assert len(answer.wait().tokens) == 12
+    last = [happened.index(f"{n}: 12") for n in range(3)]
+    assert "capture" not in happened[min(last) : max(last)]
+    assert "capture" in happened[max(last) :], "the ends are captured, after the tokens of all"
 
 
 def test_stop_predicate_sees_every_token_in_order(engine: Engine) -> None:

@@ -282,7 +282,8 @@ def _stock(plan: Plan) -> int:
 def test_the_pinned_stock_is_a_small_part_of_the_ram_and_shared_by_the_gpus() -> None:
     spec, sizes = moe()
     for ram, devices, slabs in (
-        (64 * GIB, (gpu(GIB),), [32]),
+        (256 * GIB, (gpu(GIB),), [128]),
+        (64 * GIB, (gpu(GIB),), [64]),
         (16 * GIB, (gpu(GIB),), [16]),
         (16 * GIB, (gpu(GIB, "a"), gpu(GIB, "b")), [8, 8]),
         (16 * GIB, (cpu(GIB), gpu(GIB)), [0, 16]),

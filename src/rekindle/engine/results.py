@@ -78,7 +78,9 @@ class Collector:
             self._endings.finish(sequence, FinishReason.LENGTH)
         else:
             assert first is not None, "the first token is drawn before the state is restored"
-            self._end_answer(sequence, self._accept_token(sequence, *first.on_host()))
+            ending = self._accept_token(sequence, *first.on_host())
+            if ending is not None:
+                self._end_answer(sequence, ending)
 
     def _collect(self, flight: Flight) -> None:
         error = flight.output.exception()
@@ -98,8 +100,10 @@ class Collector:
         for result in flight.results():
             result.owner.account.sparse |= result.segment.slot in skipping
             self._collect_rows(result)
-        for outcome in flight.outcomes():
-            self._collect_tokens(outcome)
+        for sequence, ending in [(outcome.owner, self._collect_tokens(outcome)) for outcome in flight.outcomes()]:
+            if ending is not None:  # an end is captured: no client waits for that of another one
+                with self._endings.isolated(sequence):
+                    self._end_answer(sequence, ending)
 
     @property
     def _next_waits(self) -> bool:
@@ -173,13 +177,15 @@ class Collector:
 
     # Tokens
 
-    def _collect_tokens(self, outcome: Outcome) -> None:
+    def _collect_tokens(self, outcome: Outcome) -> AnswerEnd | None:
+        """How the answer ends, if it does."""
         sequence = outcome.owner
         if sequence.decoding and not sequence.cancelled:
             with self._endings.isolated(sequence):
                 if outcome.failure is not None:
                     raise outcome.failure
-                self._end_answer(sequence, self._accept(outcome))
+                return self._accept(outcome)
+        return None
 
     def _accept(self, outcome: Outcome) -> AnswerEnd | None:
         """The step's tokens in order, up to the one that ends the answer; how it ends, if it does. The state goes back
@@ -203,9 +209,8 @@ class Collector:
             self._pipeline.rewind(segment.slot, position)
             sequence.go_back(position)
 
-    def _end_answer(self, sequence: Sequence, ending: AnswerEnd | None) -> None:
-        if ending is not None:
-            self._endings.finish(sequence, ending.reason, ending.stop_token, ending.stuck)
+    def _end_answer(self, sequence: Sequence, ending: AnswerEnd) -> None:
+        self._endings.finish(sequence, ending.reason, ending.stop_token, ending.stuck)
 
     def _accept_token(self, sequence: Sequence, token: int) -> AnswerEnd | None:
         """How the answer ends, if this token ends it."""

@@ -16,6 +16,7 @@ from rekindle.buffers import (
     SCRATCH,
     SINK_PAGES,
     SLAB_BYTES,
+    SLAB_MAKERS,
     STAGED_EXPERTS,
     STAGED_PAGES,
     TAIL_PAGES,
@@ -40,8 +41,8 @@ MIB = 1 << 20
 RUNTIME = 256 * MIB  # driver context, loaded kernels, library workspaces of a GPU
 MARGIN_PART = 32  # the margin is this part of the budget …
 MARGIN_MOST = 512 * MIB  # … and never more than this
-STAGING_SLABS = UPLOAD_SLABS + 3  # of every GPU: for uploads, two that captures fill, one on its way to the stock
-STOCK_MOST = 32  # slabs of one GPU that wait for captures …
+STAGING_SLABS = UPLOAD_SLABS + 2 + SLAB_MAKERS  # of every GPU: for uploads, two that captures fill, those being made
+STOCK_MOST = 128  # slabs of one GPU that wait for captures and for what is read from disk …
 STOCK_PART = 64  # … and of all GPUs together at most this part of the RAM
 KEYED_PAGES = pages_for(LONGEST_CONTEXT)  # pages that can be chosen among, of all sequences together
 LOOKUP_BYTES = 300  # of RAM that prompt lookup keeps for a token of a live sequence, as measured

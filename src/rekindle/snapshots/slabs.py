@@ -2,9 +2,9 @@
 
 Fresh memory is slow: the system clears it when it is first touched, which takes longer than to read a file into it, and
 to pin it for a GPU takes longer still, under a lock that launches wait for. So a slab without holders is kept for the
-next request, and beside a GPU a thread keeps some in stock. Idle memory is bounded: the stock, and what the RAM tier
-leaves of its budget. That thread gives back the rest, since the last reference to a slab may be dropped anywhere, also
-where the driver must not be called.
+next request, and beside a GPU threads keep some in stock, enough for captures and restores that come all at once. Idle
+memory is bounded: the stock, and what the RAM tier leaves of its budget. That thread gives back the rest, since the
+last reference to a slab may be dropped anywhere, also where the driver must not be called.
 
 A slab is lent as a whole or cut; it comes back by itself when nothing of it is referred to. Code that lets a device
 read or write it keeps a reference until the device has.
@@ -18,12 +18,13 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from rekindle.buffers import SLAB_BYTES
+from rekindle.buffers import SLAB_BYTES, SLAB_MAKERS
 from rekindle.snapshots.files import Bytes
 
 EDGE = 256  # bytes on which everything begins that is cut from a slab
@@ -92,6 +93,7 @@ class Slabs:
         self._idle: dict[int, SimpleQueue[Slab]] = {}  # by size in bytes
         self._news: SimpleQueue[bool] = SimpleQueue()  # wakes the thread; False ends it
         self._stopped = False
+        self._makers = ThreadPoolExecutor(SLAB_MAKERS, "rekindle-slab")
         self._thread: threading.Thread | None = None
         if stock or pin is not None:
             self._thread = threading.Thread(target=self._keep_stock, name="rekindle-slabs", daemon=True)
@@ -151,24 +153,30 @@ class Slabs:
 
     def _keep_stock(self) -> None:
         while self._news.get():
-            while not self._stopped and self._ready() < self._stock:
-                self._restock()
+            while not self._stopped and (missing := self._stock - self._ready()) > 0:
+                self._restock(missing)
             self._trim()
 
     def _ready(self) -> int:
         return self._idle[self.size].qsize() if self.size in self._idle else 0
 
-    def _restock(self) -> None:
-        try:
-            slab = Slab(self.size, self._pin)
-            slab.make()
-        except (OSError, MemoryError) as error:  # the system may have memory again soon
+    def _restock(self, missing: int) -> None:
+        """Some at a time, each on a thread of its own: the system clears memory for several at once."""
+        making = [self._makers.submit(self._make) for _ in range(min(missing, SLAB_MAKERS))]
+        for error in [error for each in making if (error := each.exception()) is not None]:
+            if not isinstance(error, (OSError, MemoryError)):
+                raise error
+            # The system may have memory again soon.
             self._count_refusal(f"no memory for the stock, asking again every {self._pause:g} s: {error}")
             self._trim()  # what the RAM tier needs back does not wait for the stock
             with contextlib.suppress(Empty):
                 if not self._news.get(timeout=self._pause):
                     self._news.put(False)  # `stop` was called: for `_keep_stock`
             return
+
+    def _make(self) -> None:
+        slab = Slab(self.size, self._pin)
+        slab.make()
         self._keep(slab)
 
     def _ask_driver(self, address: int, nbytes: int) -> Callable[[], object] | None:
@@ -189,6 +197,7 @@ class Slabs:
             self._news.put(False)
             self._thread.join()
             self._thread = None
+        self._makers.shutdown()
         for nbytes in self._idle.copy():
             while self._find(nbytes) is not None:
                 pass
