@@ -47,6 +47,12 @@ def test_a_line_of_the_system_prompt_is_named_with_a_guess(text: ModelText) -> N
     assert said == "the system prompt changed at line 2 (a date or a time?): 'Today is 2026-11-17.'"
 
 
+def test_of_another_conversation_nothing_was_changed(text: ModelText) -> None:
+    assert told(text, TALK, with_(0, "You are a poet.\nRhyme.")) is None
+    said = told(text, with_(0, "Today is 2026-11-16.\nBe kind."), with_(0, "Today is 2026-11-17.\nBe kind."))
+    assert said == "the system prompt changed at line 1 (a date or a time?): 'Today is 2026-11-17.'"
+
+
 def test_a_line_of_a_message_is_named(text: ModelText) -> None:
     said = told(text, TALK, with_(3, "Status:\n870 tokens left\nGo on."))
     assert said == "message 4 (user) changed at line 2 (a counter?): '870 tokens left'"

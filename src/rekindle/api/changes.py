@@ -44,7 +44,10 @@ def changed(prompt: Prompt, divergence: Divergence | None, text: TextPort) -> st
     where = "the system prompt" if number == 0 and role in ("system", "developer") else f"message {number + 1} ({role})"
     if number == 0 and line.startswith('{"'):
         where = "the list of tools"
-    return f"{where} changed at line {max(1, place)}{_guess(line)}: {line[:SHOWN]!r}"
+    guess = _guess(line)
+    if number == 0 and place <= 1 and not guess:
+        return None  # at the first line of all: another conversation, most likely, of which nothing was changed
+    return f"{where} changed at line {max(1, place)}{guess}: {line[:SHOWN]!r}"
 
 
 def _guess(line: str) -> str:

@@ -98,7 +98,8 @@ def plan(
         cache_dir=snapshot_folder(),  # whose routing counts `serve` reads too; nothing is written
     )
     made = _plan(config, cards, shape)
-    ram_note = f"{_percent(RAM_SHARE)} of what is free" if config.ram is None else "all that --ram says"
+    free = f"{_percent(RAM_SHARE)} of what is free" + (" on this machine; --ram plans for another" if cards else "")
+    ram_note = free if config.ram is None else "all that --ram says"
     width = shutil.get_terminal_size().columns
     print(json.dumps(plan_as_json(made)) if as_json else show_plan(made, width, ram_note))
 
