@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import threading
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.paper_drafter import PaperReader, paper_drafts
@@ -17,9 +19,10 @@ from rekindle.engine.flight import Flight
 from rekindle.engine.recorded_draws import RecordedDraws
 from rekindle.engine.types import FinishReason, Sampling
 from rekindle.grammar import Grammar, GrammarKind
+from rekindle.grammar import guide as guides
 from rekindle.grammar.compiler import Compiler, Vocabulary
 from rekindle.grammar.frame import ThinkingFrame, in_library_form, whole
-from rekindle.grammar.guide import Guide, Rules
+from rekindle.grammar.guide import Guide, Rules, make_masks
 from rekindle.prefix import local_tiers
 from rekindle.prompt import Prompt
 from rekindle.spec import Span
@@ -214,6 +217,9 @@ class Panicking:
     def consume_token(self, token: int) -> bool:
         raise PanicException("index out of bounds")
 
+    def unsafe_compute_mask_ptr(self, *_: object) -> None:
+        raise PanicException("index out of bounds")
+
 
 def test_a_panic_of_the_library_ends_its_answer_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lab.engine(ram=0, drafts=Drafts("lookup", PromptLookup, None))
@@ -266,6 +272,89 @@ def test_a_draft_that_others_followed_differently_leaves_no_trace() -> None:
 def test_a_drafted_stop_token_is_admitted_where_the_grammar_ends() -> None:
     assert guide("ab").admit([*b"ab", STOP, 0]) == (*b"ab", STOP)
     assert guide("ab").admit([*b"a", STOP, *b"b"]) == (*b"a",)
+
+
+# Masks of several answers at the same time
+
+WAYS = ("[ab]{40}", "([ab]{2}[0-9]{2};)*", "[0-9]{3}", "(ab|b[0-9])+", "a{50}")
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As with many cores, and for guides that are not known yet; how many masks each call made."""
+    made, execute = list[int](), guides._executor()
+
+    class Counting:
+        def unsafe_compute_mask_ptr(self, pairs: list[Any], *where: int) -> None:
+            made.append(len(pairs))
+            execute.unsafe_compute_mask_ptr(pairs, *where)
+
+    monkeypatch.setattr(guides, "cores", lambda: 8)
+    monkeypatch.setattr(guides, "_executor", Counting)
+    monkeypatch.setattr(guides, "PATIENT", 0)
+    return made
+
+
+def test_masks_made_together_are_those_made_one_by_one(together: list[int]) -> None:
+    def begun(text: str) -> Guide:
+        return rules(text).begin(STOPS | {OTHER_STOP})
+
+    ways, plain, rng = [begun(text) for text in WAYS], [begun(text) for text in WAYS], np.random.default_rng(0)
+    for _ in range(30):
+        for number, (way, one) in enumerate(zip(ways, plain, strict=True)):
+            tokens = sorted(allowed(one) - {STOP, OTHER_STOP})
+            if not tokens:  # at its end
+                ways[number], plain[number] = begun(WAYS[number]), begun(WAYS[number])
+                continue
+            token = int(rng.choice(tokens))
+            way.accept(token)
+            one.accept(token)
+        make_masks(ways)
+        assert [(allowed(way), way.stuck) for way in ways] == [(allowed(one), one.stuck) for one in plain]
+    assert len(together) >= 25 and max(together) == len(WAYS)
+
+
+def test_after_masks_that_took_long_each_is_timed_by_itself(
+    together: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = [guide("a{50}") for _ in range(4)]
+    monkeypatch.setattr(guides, "SUSPECT", 0.0)
+    for calls in (1, 1):  # the second step makes none together
+        for way in ways:
+            way.accept(ord("a"))
+        make_masks(ways)
+        assert len(together) == calls
+        assert all(allowed(way) == {ord("a")} for way in ways)
+
+
+def test_a_fault_amid_masks_made_together_is_its_own_guides_alone(
+    together: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        def unsafe_compute_mask_ptr(self, *_: object) -> None:
+            raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(guides, "_executor", Failing)
+    ways = [guide("a{50}") for _ in range(4)]
+    for way in ways:
+        way.accept(ord("a"))
+    ways[1]._matcher = Panicking()  # type: ignore[assignment]
+    make_masks(ways)
+    assert [way.stuck is None for way in ways] == [True, False, True, True]
+    assert allowed(ways[1]) == set()
+
+
+def test_answers_whose_masks_are_made_together_are_those_of_runs_alone(lab: Lab, together: list[int]) -> None:
+    asked = [(CARD, rules("[0-9]{12}")), (PENALISED, rules("[0-9]{12}")), (CARD, rules(LONG)), (CARD, rules("[ab]{9}"))]
+    expected = [alone(lab, prompt(seed), each[1], each[0]).tokens for seed, each in enumerate(asked)]
+    engine = lab.engine(ram=0)
+    all_are_there = threading.Event()
+    engine._inbox.put(lambda: all_are_there.wait() and None)
+    answers = [ask(engine, prompt(seed), grammar, sampling) for seed, (sampling, grammar) in enumerate(asked)]
+    all_are_there.set()
+    assert [answer.tokens for answer in answers] == expected
+    engine.stop()
+    assert together
 
 
 # Recorded draws, as on a GPU

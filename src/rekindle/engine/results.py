@@ -19,6 +19,7 @@ from rekindle.engine.sequence import Sequence
 from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.types import FinishReason, PromptLogprobs, Token, TokenLogprob
 from rekindle.errors import StageLost
+from rekindle.grammar.guide import make_masks
 from rekindle.speculative.cost import Costs
 from rekindle.stages import Pipeline
 
@@ -79,8 +80,8 @@ class Collector:
         else:
             assert first is not None, "the first token is drawn before the state is restored"
             ending = self._accept_token(sequence, *first.on_host())
-            if ending is not None:
-                self._end_answer(sequence, ending)
+            make_masks([] if sequence.guide is None else [sequence.guide])
+            self._end_answer(sequence, ending or _end_of_grammar(sequence))
 
     def _collect(self, flight: Flight) -> None:
         error = flight.output.exception()
@@ -100,10 +101,11 @@ class Collector:
         for result in flight.results():
             result.owner.account.sparse |= result.segment.slot in skipping
             self._collect_rows(result)
-        for sequence, ending in [(outcome.owner, self._collect_tokens(outcome)) for outcome in flight.outcomes()]:
-            if ending is not None:  # an end is captured: no client waits for that of another one
-                with self._endings.isolated(sequence):
-                    self._end_answer(sequence, ending)
+        collected = [(outcome.owner, self._collect_tokens(outcome)) for outcome in flight.outcomes()]
+        make_masks([owner.guide for owner, _ in collected if owner.guide is not None and owner.decoding])
+        for sequence, ending in collected:  # an end is captured: no client waits for that of another one
+            with self._endings.isolated(sequence):
+                self._end_answer(sequence, ending or _end_of_grammar(sequence))
 
     @property
     def _next_waits(self) -> bool:
@@ -209,8 +211,9 @@ class Collector:
             self._pipeline.rewind(segment.slot, position)
             sequence.go_back(position)
 
-    def _end_answer(self, sequence: Sequence, ending: AnswerEnd) -> None:
-        self._endings.finish(sequence, ending.reason, ending.stop_token, ending.stuck)
+    def _end_answer(self, sequence: Sequence, ending: AnswerEnd | None) -> None:
+        if ending is not None:
+            self._endings.finish(sequence, ending.reason, ending.stop_token, ending.stuck)
 
     def _accept_token(self, sequence: Sequence, token: int) -> AnswerEnd | None:
         """How the answer ends, if this token ends it."""
@@ -229,8 +232,15 @@ class Collector:
         if sequence.guide is not None:
             sequence.guide.accept(token)
             if sequence.guide.stuck is not None:
-                return AnswerEnd(FinishReason.LENGTH, stuck=sequence.guide.stuck)
+                return _end_of_grammar(sequence)
         return AnswerEnd(FinishReason.LENGTH) if sequence.answer_length >= sequence.max_tokens else None
+
+
+def _end_of_grammar(sequence: Sequence) -> AnswerEnd | None:
+    """Where the grammar of its answer cannot go on."""
+    if sequence.guide is None or sequence.guide.stuck is None or not sequence.decoding:
+        return None
+    return AnswerEnd(FinishReason.LENGTH, stuck=sequence.guide.stuck)
 
 
 def _are_numbers(result: Result) -> bool:
