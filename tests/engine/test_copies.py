@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from support.snapshot_lab import Answer, Lab, random_tokens, wait_until
+from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens, same_bits, wait_until
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.engine.engine import Engine, EngineSettings
@@ -122,6 +122,52 @@ def test_a_prompt_that_comes_while_copies_are_late_waits_for_them_and_computes_n
     engine.cancel(busy.id)
     assert busy.finished
     engine.stop()
+
+
+class FullStage:
+    """A stage that has no room for a further capture while a chunk is under way; what happens is written down."""
+
+    def __init__(self, stage: LocalStage, happened: list[str]) -> None:
+        self._stage, self._happened = stage, happened
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def has_room_for_capture(self) -> bool:
+        return False
+
+    def forward(self, batch: Batch, *args: Any) -> Any:
+        self._happened.append("chunk" if batch.rows > len(batch.segments) else "rows")
+        return self._stage.forward(batch, *args)
+
+    def capture(self, slot: int) -> list[Part]:
+        self._happened.append("capture")
+        return self._stage.capture(slot)
+
+
+@pytest.mark.parametrize("max_gap", [None, 0.05], ids=["in one batch", "in turns"])
+def test_where_a_capture_would_wait_other_chunks_are_launched_first_and_none_is_lost(
+    lab: Lab, max_gap: float | None
+) -> None:
+    happened = list[str]()
+    cache = RecordingCache(local_tiers(1 << 28))
+    settings = EngineSettings(context=2048, grid=64, async_steps=1, max_gap=max_gap)
+    engine = Engine(Pipeline([FullStage(lab.stage(slots=4), happened)]), cache, settings).start()
+    all_are_there = threading.Event()
+    engine._inbox.put(lambda: all_are_there.wait() and None)
+    prompts = [Prompt(random_tokens(60, seed)) for seed in range(4)]
+    answers = [Answer(engine, prompt, max_tokens=6) for prompt in prompts]
+    all_are_there.set()
+    assert all(len(answer.tokens) == 6 for answer in answers)
+    again = [Answer(engine, prompt, max_tokens=6) for prompt in prompts]
+    assert [answer.finished.cache.restored for answer in again] == [60] * 4
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in answers]
+    engine.stop()
+    if max_gap is not None:
+        assert happened[:3] == ["chunk", "chunk", "capture"], "the second prompt's chunk does not wait"
+    at_end = [snapshot for snapshot in cache.seen if len(snapshot.tokens) == 60]
+    assert len(at_end) == 4
+    assert all(same_bits(snapshot, lab.cold(snapshot)) for snapshot in at_end)
 
 
 def test_a_prompt_waits_for_no_copies_of_unrelated_prompts(lab: Lab) -> None:

@@ -121,7 +121,12 @@ class Launcher:
 
     def _capture_at_boundary(self, sequence: Sequence) -> None:
         kind = sequence.boundaries.kinds.get(sequence.position)
-        if kind is not None:
+        if kind is None:
+            return
+        if sequence.position == sequence.prefill_end and not self._pipeline.has_room_for_capture():
+            # It would wait for this very step, and other prompts' chunks with it. The state stays until it is back.
+            sequence.late_capture = kind
+        else:
             with self._endings.isolated(sequence):
                 self._publisher.capture(sequence, sequence.position, kind)
 

@@ -152,6 +152,9 @@ class Collector:
         if not _are_numbers(result):
             self._endings.fail_for_logits(sequence, segment.end)
             return
+        if (kind := sequence.late_capture) is not None:
+            sequence.late_capture = None
+            self._publisher.capture(sequence, segment.end, kind)
         if len(rows) and segment.end in sequence.boundaries.kinds:
             self._publisher.give_logits(sequence, segment.end, rows[-1])
         if sequence.scores_prompt:

@@ -83,6 +83,7 @@ class Sequence:
     verifying: bool = False  # a block of drafted tokens is in flight
     cancelled: bool = False  # ends at the next step that finds nothing of it in flight
     promoted: bool = False  # background work that a request of a client waits for
+    late_capture: BoundaryKind | None = None  # of the prompt's end: it is taken when the last chunk comes back
     held: list[Token] | None = None  # that the client gets a moment later: the device is given its next step first
 
     def become(self, state: State) -> None:
@@ -214,6 +215,7 @@ class Sequence:
         self.verifying = False
         self.prefill_end = len(self.tokens)
         self.logits = None
+        self.late_capture = None
         self.token_counts = TokenCounts()
         self.stretches.clear()
         self.boundaries.clear()

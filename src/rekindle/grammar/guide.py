@@ -99,8 +99,11 @@ class Guide:
 
     def take_mask(self, mask: Mask) -> None:
         """Made with those of others."""
-        self._mask = self._with_stops(self._matcher, mask)
-        self.stuck = self._why_stuck(self._matcher, self._mask)
+        try:
+            self._mask = guarded(lambda: self._with_stops(self._matcher, mask))
+            self.stuck = guarded(lambda: self._why_stuck(self._matcher, mask))
+        except LibraryFailed as error:
+            self._fail(str(error))
 
     def _fail(self, why: str) -> None:
         """Nothing may follow."""

@@ -133,8 +133,12 @@ class HostCopies:
         self._in_flight.append(self._copy(flat, lambda: self._copy_stacks(slices, stacks)))
         return [taken[number] for number in range(len(tensors))]
 
+    @property
+    def has_room(self) -> bool:
+        """Whether fewer than IN_FLIGHT captures lie copied on the device: else the next one waits. From any thread."""
+        return sum(not copied.done for copied in tuple(self._in_flight)) < IN_FLIGHT
+
     def _await_device_room(self) -> None:
-        """Until fewer than IN_FLIGHT captures lie copied on the device."""
         while self._in_flight and self._in_flight[0].done:
             self._in_flight.popleft()
         if len(self._in_flight) == IN_FLIGHT:

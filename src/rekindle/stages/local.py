@@ -311,6 +311,9 @@ class LocalStage:
             self._settle(slot)
             return self._state.capture(slot)
 
+    def has_room_for_capture(self) -> bool:
+        return self.pool.copies.has_room
+
     def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
         """Put the slot at `position`, or say why not."""
         self.prepare_restore(slot, position, parts)

@@ -74,6 +74,10 @@ class Pipeline:
         counts = [stage.pages() for stage in self.stages]
         return replace(min(counts, key=lambda count: count.free), here=min(count.at_once for count in counts))
 
+    def has_room_for_capture(self) -> bool:
+        """Whether a capture would not wait until earlier ones are on the host."""
+        return all(stage.has_room_for_capture() for stage in self.stages if isinstance(stage, InProcess))
+
     def work(self) -> Counter[str]:
         """How the stages of this process have worked, all together."""
         counts = Counter[str]()

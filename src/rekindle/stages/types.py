@@ -74,6 +74,10 @@ class InProcess(Protocol):
         """Since the start, by "kind:how": step, experts, swaps, pages."""
         ...
 
+    def has_room_for_capture(self) -> bool:
+        """Whether a capture would not wait until earlier ones are on the host."""
+        ...
+
     def poll_experts(self) -> None:
         """Between forwards: finishes the expert swaps under way, and raises what has become known of the last forwards,
         such as CPU threads that are lost."""
