@@ -154,6 +154,12 @@ def test_prompt_lookup_is_measured_beside_plain_decode() -> None:
     assert told["tokens"] > 24 and told["proposed"] >= told["accepted"] > 0
 
 
+def test_what_a_token_costs_a_servers_threads_is_measured(golden: Path) -> None:
+    model = golden / "tiny-qwen35-Q4_K_M.gguf"
+    told = result_of("bench_threads.py", model, "--streams", "2", "--answer", "8", "--rounds", "1")
+    assert len(told["rounds"]) == 1 and told["rounds"][0]["tokens_per_second"] > 0
+
+
 def test_what_points_inside_a_prompt_cost_is_measured(golden: Path) -> None:
     small = ["--prompt", "1100", "--rounds", "1", "--threads", "1"]
     told = result_of("bench_lattice.py", golden / "tiny-qwen35-Q4_K_M.gguf", *small, misses_goal=True)
