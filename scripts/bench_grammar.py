@@ -76,7 +76,7 @@ def vocabulary(size: int) -> Vocabulary:
             seen.add(pair)
             known.append(pair)
     stops = sorted(id for id in tokenizer.stop_ids if id < size)
-    return Vocabulary(known, sorted(id for id in special if id < size), stops)
+    return Vocabulary(known, sorted(id for id in special if id < size), stops, tokenizer.encode_markup)
 
 
 def timed(call: Callable[[], T], clock: Callable[[], float] = time.thread_time) -> tuple[T, float]:

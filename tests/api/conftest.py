@@ -89,7 +89,7 @@ class PaperStopText:
 @cache
 def byte_grammars() -> Compiler:
     tokens = [bytes([byte]) if byte < 256 else b"" for byte in range(VOCAB)]
-    return Compiler(lambda: Vocabulary(tokens, [END], [END]))
+    return Compiler(lambda: Vocabulary(tokens, [END], [END], lambda text: list(text.encode())))
 
 
 class PaperText:

@@ -13,7 +13,7 @@ import pytest
 from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens, same_bits
 
 from rekindle.batch import Batch
-from rekindle.engine.pace import LASTING, LEAST, Pace
+from rekindle.engine.pace import HALVED, LEAST, Pace
 from rekindle.engine.scheduler import Scheduler, Step
 from rekindle.engine.sequence import Sequence
 from rekindle.engine.state import Decoding, InSlot, Prefilling
@@ -44,7 +44,7 @@ def test_chunks_are_not_made_smaller_where_that_does_not_make_them_shorter() -> 
 
 def test_chunks_grow_while_twice_the_rows_are_likely_to_fit_and_never_beyond_the_grid() -> None:
     pace = Pace(0.100, grid=2048)
-    for rows in (512, 2048, 2048):
+    for rows in (512, 1024, 2048, 2048):
         assert pace.rows() == rows
         pace.note_chunk(rows, 0.010)
 
@@ -54,11 +54,11 @@ def test_a_size_that_was_too_long_is_not_tried_again_at_once() -> None:
     pace.note_chunk(512, 0.036)
     assert pace.rows() == 1024
     pace.note_chunk(1024, 0.070)
-    assert pace.rows() == 512
-    for _ in range(LASTING - 1):
-        pace.note_chunk(512, 0.036)
+    for _ in range(20):
         assert pace.rows() == 512
-    pace.note_chunk(512, 0.036)
+        pace.note_chunk(512, 0.036)
+    for _ in range(200):
+        pace.note_chunk(512, 0.036)
     assert pace.rows() == 1024, "but some time later: the machine may have had other work then"
 
 
@@ -81,6 +81,33 @@ def test_one_chunk_that_a_stall_made_long_spoils_no_size_for_good() -> None:
     assert pace.rows() == 1024
 
 
+@pytest.mark.parametrize("slower", [0.2, 2, 3, 5])
+@pytest.mark.parametrize("known", [(2048,), (64, 128, 256, 512, 1024, 2048), (512, 2048)])
+@pytest.mark.parametrize("target", [0.05, 0.1])
+def test_where_all_chunks_take_longer_from_now_on_gaps_are_soon_back_below_the_target(
+    slower: float, known: tuple[int, ...], target: float
+) -> None:
+    pace = Pace(target, grid=2048)
+    for rows in known:
+        pace.note_chunk(rows, 0.0097 + rows * 28e-6)
+    gaps, chosen = list[float](), list[int]()
+    for _ in range(400):
+        chosen.append(pace.rows())
+        gaps.append(slower * (0.0097 + chosen[-1] * 28e-6))
+        pace.note_chunk(chosen[-1], gaps[-1])
+    allowed = max(target, min(gaps) / HALVED)  # sizes that are hardly shorter are not taken
+    assert sum(gap > allowed for gap in gaps[6:]) <= 4, "now and then a larger size is tried again"
+    assert max(gaps[6:]) <= 2 * allowed
+    fits = [rows for rows in (64, 128, 256, 512, 1024, 2048) if slower * (0.0097 + rows * 28e-6) <= target]
+    assert max(set(chosen[6:]), key=chosen.count) >= max(fits, default=64) // 2
+
+
+def test_on_a_slow_card_the_first_chunk_beside_an_answer_is_no_longer_than_where_nothing_is_known() -> None:
+    pace = Pace(0.050, grid=2048)
+    pace.note_chunk(2048, 2.0)
+    assert pace.rows() == 512
+
+
 def test_of_prompts_that_come_together_none_waits_long_for_the_sake_of_a_few_answers() -> None:
     pace = Pace(0.050, grid=2048)
     for rows, seconds in ((512, 0.024), (1024, 0.040), (2048, 0.067)):
@@ -89,6 +116,10 @@ def test_of_prompts_that_come_together_none_waits_long_for_the_sake_of_a_few_ans
     assert pace.rows(28, 4) == 2048
     assert pace.rows(16, 16) == 2048
     assert pace.rows(2, 30) == 1024
+    slow = Pace(0.050, grid=2048)
+    for rows in (64, 128, 256, 512, 1024, 2048):
+        slow.note_chunk(rows, rows * 1e-3)
+    assert slow.rows(1000, 1) <= 128, "an answer does not stand still either"
 
 
 def test_only_whole_chunks_say_how_long_they_take() -> None:

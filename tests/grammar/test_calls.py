@@ -25,7 +25,8 @@ OPTIONAL = {
 
 @cache
 def compiler() -> Compiler:
-    return Compiler(lambda: Vocabulary([*(bytes([byte]) for byte in range(256)), b"<stop>"], [STOP], [STOP]))
+    tokens = [*(bytes([byte]) for byte in range(256)), b"<stop>"]
+    return Compiler(lambda: Vocabulary(tokens, [STOP], [STOP], lambda text: list(text.encode())))
 
 
 def tool(schema: Any, strict: bool = True) -> CallableTool:

@@ -7,6 +7,7 @@ padding fills the table up to the 2,048 rows of the tiny models' heads.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,19 @@ SPECIAL = (
     *("<tts_text_bos_single>", "<|audio_pad|>"),
 )
 MARKUP = {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
+
+
+def longest_match(tokens: Sequence[bytes], text: str) -> list[int]:
+    """Text in tokens that have no merges: the longest at every place."""
+    ids, data = {token: id for id, token in enumerate(tokens) if token}, text.encode()
+    longest, found, at = max(map(len, ids)), list[int](), 0
+    while at < len(data):
+        size = next((n for n in range(longest, 0, -1) if data[at : at + n] in ids), None)
+        if size is None:
+            return []  # it cannot be written
+        found.append(ids[data[at : at + size]])
+        at += size
+    return found
 
 
 def embedded_model() -> Path:

@@ -37,7 +37,8 @@ from rekindle.text.parsing.parser import END_THINK
 def _vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     """Markup is text to a grammar: a model may write it as a token or letter by letter."""
     tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
-    return Vocabulary(tokens, sorted(tokenizer.control_ids | tokenizer.stop_ids), sorted(tokenizer.stop_ids))
+    special = sorted(tokenizer.control_ids | tokenizer.stop_ids)
+    return Vocabulary(tokens, special, sorted(tokenizer.stop_ids), tokenizer.encode_markup)
 
 
 NO_MEMORIES: Mapping[str, TurnMemory] = MappingProxyType({})

@@ -1,16 +1,22 @@
-"""How long a prefill chunk may be while other sequences answer: the gap between two of their tokens has a target."""
+"""How long a prefill chunk may be while other sequences answer: the gap between two of their tokens has a target.
+
+A longer context or another program makes chunks of all sizes slower, so what is remembered of sizes is how they
+compare: what twice the rows take. How fast the machine is now, the last chunk says.
+"""
 
 from __future__ import annotations
 
 import logging
-import math
 
 log = logging.getLogger("rekindle.engine")
 
 FIRST, LEAST = 512, 64  # rows of a chunk while others answer: before anything is known, and at least
-DOUBLED = 1.5  # what twice the rows take, if that was never measured: weights are read once for all rows
+DOUBLED = 1.5  # times as long that twice the rows take, where nothing is known: weights are read once for all rows
+MOST_DOUBLED = 2.2  # that is believed; the least is as long
 HALVED = 0.75  # half the rows must not take more, or the prompt would wait twice as long for next to nothing
-LASTING = 256  # chunks that a measurement outlives: it may have been of a moment when the machine had other work
+NEW = 0.5  # weight of what was measured last, beside what was known
+FADE = 0.99  # of what is known beside the usual, with every chunk: the machine may have had other work just then
+MOST_STRETCHED = 4.0  # what the target may become while many prompts wait
 
 
 class Pace:
@@ -24,50 +30,61 @@ class Pace:
         while self._sizes[0] % 2 == 0 and self._sizes[0] // 2 >= LEAST:
             self._sizes.insert(0, self._sizes[0] // 2)
         self._first = max((size for size in self._sizes if size <= FIRST), default=self._sizes[0])
+        self._doubled = dict.fromkeys(self._sizes[:-1], DOUBLED)  # by size: times as long that twice the rows take
         self._step = 0.0  # seconds of the last decode step
-        self._took: dict[int, float] = {}  # by rows: seconds of the last chunk with that many
-        self._chunks = 0  # that were measured,
-        self._when: dict[int, int] = {}  # and how many there were when the last of that size was
-        self._least = self._sizes[0]  # that was said in the log
+        self._last: tuple[int, float] | None = None  # the last chunk of such a size: rows and seconds
+        self._range = 0, 0  # the smallest and the largest size that was measured
+        self._told = self._sizes[0]  # the least size that was spoken of in the log
 
     def note_step(self, seconds: float) -> None:
         self._step = seconds
 
     def note_chunk(self, rows: int, seconds: float) -> None:
         """Chunks of other sizes, which ended early at a boundary, say nothing."""
-        self._chunks += 1
-        if rows in self._sizes:
-            self._took[rows], self._when[rows] = seconds, self._chunks
-        for size in [size for size, when in self._when.items() if self._chunks - when >= LASTING]:
-            del self._took[size], self._when[size]
+        if rows not in self._sizes:
+            return
+        self._doubled = {size: DOUBLED + FADE * (known - DOUBLED) for size, known in self._doubled.items()}
+        if self._last is not None and self._last[0] != rows:
+            (less, short), (more, long) = sorted([self._last, (rows, seconds)])
+            between = [size for size in self._doubled if less <= size < more]
+            found = min(MOST_DOUBLED, max(1.0, (long / short) ** (1 / len(between))))
+            for size in between:
+                self._doubled[size] += NEW * (found - self._doubled[size])
+        least, most = self._range if self._last is not None else (rows, rows)
+        self._last, self._range = (rows, seconds), (min(least, rows), max(most, rows))
 
     def rows(self, waiting: int = 1, answering: int = 1) -> int:
         """Of the next chunk, while `waiting` prompts want one and so many sequences answer. Every further prompt
         stretches the target by its share: of many that come at once most would wait for the sake of a few."""
-        if not self._took:
+        if self._last is None:
             return self._first
-        room = self.max_gap * (1 + (waiting - 1) / max(1, answering)) - self._step
-        least = max(self._least_useful(), min(self._took) // 2)  # a size is not skipped on the way down
-        fitting = [size for size in self._sizes if size >= least and self._expected(size) <= room]
+        stretched = min(MOST_STRETCHED, 1 + (waiting - 1) / max(1, answering))
+        room = self.max_gap * stretched - self._step
+        # No further than one size beyond what was measured.
+        least = max(self._least_useful(), min(self._first, self._range[0] // 2))
+        most = max(least, 2 * self._range[1])
+        fitting = [size for size in self._sizes if least <= size <= most and self._expected(size) <= room]
         return max(fitting, default=least)
 
     def _least_useful(self) -> int:
         """The smallest size down to which every halving makes chunks shorter."""
         useful = self._sizes[-1]
         for size in reversed(self._sizes[:-1]):
-            if self._expected(size) > HALVED * self._expected(2 * size):
+            if HALVED * self._doubled[size] < 1:
                 break
             useful = size
-        if useful > self._least:
+        if useful > self._told:
             log.info("chunks beside answers keep %d tokens: with half as many they take as long", useful)
-        self._least = max(self._least, useful)
+        self._told = max(self._told, useful)
         return useful
 
     def _expected(self, size: int) -> float:
-        """Seconds; of a size that was not measured, by the next smaller that was, else by the next larger. Never more
-        than smaller chunks take for as many rows: then it was measured while the machine did something else."""
-        bounds = [took * size / rows for rows, took in self._took.items() if rows < size]
-        if (took := self._took.get(size)) is not None:
-            return min([took, *bounds])
-        near = max((rows for rows in self._took if rows < size), default=min(self._took))
-        return min([self._took[near] * DOUBLED ** math.log2(size / near), *bounds])
+        """Seconds, by the last chunk."""
+        assert self._last is not None, "one was measured"
+        rows, seconds = self._last
+        for each, times in self._doubled.items():
+            if rows <= each < size:
+                seconds *= times
+            elif size <= each < rows:
+                seconds /= times
+        return seconds

@@ -30,6 +30,7 @@ class Vocabulary:
     tokens: Sequence[bytes]  # by id; none stands for an id without a token
     special: Sequence[int]  # tokens of structure, which no text contains
     stops: Sequence[int]  # tokens that end an answer
+    encode: Callable[[str], list[int]]  # text as the model writes it: what a grammar leaves no choice about
 
 
 class Compiler:
@@ -81,7 +82,9 @@ def _checked(source: str, field: str) -> str:
 
 
 class _Wrapper(TokenizerWrapper):
-    """What LLTokenizer asks of a tokenizer; the names are the library's."""
+    """What LLTokenizer asks of a tokenizer; the names are the library's. Where a grammar leaves one way to go on, the
+    library allows the first token of this text alone. So that has to be the model's own way of writing it: letter by
+    letter a model loses its thread, and an answer has several times as many tokens."""
 
     is_tokenizer_wrapper = True
 
@@ -90,9 +93,12 @@ class _Wrapper(TokenizerWrapper):
         self.tokens = list(vocabulary.tokens)
         self.special_token_ids = list(vocabulary.special)
         self.eos_token_id = vocabulary.stops[0]
+        self._encode = vocabulary.encode
         self._bytes = {token: id for id, token in enumerate(self.tokens) if len(token) == 1}
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        """Some way to write the text; only hints of the library depend on which."""
-        data = text.encode() if isinstance(text, str) else text
+    def __call__(self, text: str) -> list[int]:
+        """Byte by byte where a tokenizer would change the text: some bring characters into a normal form."""
+        data, ids = text.encode(), self._encode(text)
+        if b"".join(self.tokens[id] for id in ids) == data:
+            return ids
         return [self._bytes[data[at : at + 1]] for at in range(len(data)) if data[at : at + 1] in self._bytes]

@@ -238,6 +238,15 @@ class Tokenizer:
                 ids.append(special)
         return ids
 
+    def encode_markup(self, text: str) -> list[int]:
+        """Text as a model writes it: markup becomes its token, the names of control tokens stay text."""
+        ids: list[int] = []
+        for stretch, special in self.split_special(text):
+            ids += self.encode(stretch)
+            if special is not None:
+                ids += [special] if special in self.markup_ids else self.encode(self._texts[special])
+        return ids
+
     def split_special(self, text: str) -> Iterator[tuple[str, int | None]]:
         """(plain stretch, the special token after it) in order; the last stretch has none."""
         start = 0
