@@ -166,7 +166,10 @@ def test_a_client_killed_midway_frees_its_slot(server: Any) -> None:
         f"content-length: {len(body)}",
     ]
     connection.sendall("\r\n".join([*head, "", body]).encode())
-    assert connection.recv(100)  # the answer has begun
+    said = b""
+    while b"\r\n" not in said:
+        said += connection.recv(100)
+    assert b" 200 " in said
     connection.close()
     for _ in range(600):
         if "rekindle_running 0.0" in server.get("/metrics").text.replace(

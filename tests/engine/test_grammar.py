@@ -293,7 +293,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(guides, "cores", lambda: 8)
     monkeypatch.setattr(guides, "_executor", Counting)
     monkeypatch.setattr(guides, "SUSPECT", float("inf"))  # the machine may have other work
-    monkeypatch.setattr(guides, "PATIENT", 0)
+    monkeypatch.setattr(guides, "TRUSTED", 0)
     return made
 
 

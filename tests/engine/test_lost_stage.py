@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -50,6 +51,28 @@ def test_the_streams_go_on_without_a_repeated_or_lost_token(make_tiny: Any, call
     for stage in (engine.pipeline.stages[0], *([] if back.lost else [back._stage])):
         stage.check()
         assert stage.pages().used == 0
+
+
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("after", range(4, 9))
+def test_answers_whose_last_token_is_out_end_there_whatever_is_lost_then(
+    make_tiny: Any, after: int, returns: bool
+) -> None:
+    """Three answers end in one step, and the stage dies when the first, the second or the third of them is captured."""
+    engine, _ = make(make_tiny("dense"), {"capture": after}, returns)
+    all_are_there = threading.Event()
+    engine._inbox.put(lambda: all_are_there.wait() and None)
+    ended = [list[int](), list[int](), list[int]()]
+    stops = [lambda token, seen=seen: seen.append(token) or len(seen) == 6 for seen in ended]
+    prompts = [Prompt(tuple((7 * i + 13 * j) % 320 for i in range(60))) for j in range(3)]
+    answers = [Answer(engine, prompts[j], max_tokens=50, stop_when=stops[j]) for j in range(3)]
+    all_are_there.set()
+    for answer, seen in zip(answers, ended, strict=True):
+        assert isinstance(answer.last, Finished | Failed)
+        if isinstance(answer.last, Finished):
+            assert answer.tokens == seen and len(seen) == 6
+    assert sum(isinstance(answer.last, Finished) for answer in answers) >= (3 if returns else 2)
+    engine.stop()
 
 
 def test_a_stage_that_stays_away_fails_every_request_with_its_name(make_tiny: Any) -> None:

@@ -13,7 +13,7 @@ class WireMessage:
 
 
 def read_message(connection: socket.socket) -> WireMessage:
-    """One request or answer with a Content-Length (none is 0); the connection stays open behind it."""
+    """One request or answer; without a Content-Length, what has come of its body."""
     got = b""
     while b"\r\n\r\n" not in got:
         got += _more(connection, got)
@@ -22,6 +22,7 @@ def read_message(connection: socket.socket) -> WireMessage:
     lengths = [int(line.split(b":")[1]) for line in lines if line.lower().startswith(b"content-length:")]
     while len(body) < sum(lengths):
         body += _more(connection, body)
+    assert not lengths or len(body) == sum(lengths), f"more than one message came: {body[sum(lengths) :]!r}"
     return WireMessage(first_line, body)
 
 

@@ -45,7 +45,7 @@ def changed(prompt: Prompt, divergence: Divergence | None, text: TextPort) -> st
     if number == 0 and line.startswith('{"'):
         where = "the list of tools"
     guess = _guess(line)
-    if number == 0 and place <= 1 and not guess:
+    if number == 0 and place <= 1 and not guess and where != "the list of tools":
         return None  # at the first line of all: another conversation, most likely, of which nothing was changed
     return f"{where} changed at line {max(1, place)}{guess}: {line[:SHOWN]!r}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -37,8 +36,10 @@ class Bell:
             self._filled.append(queue)
             if len(self._filled) > 1:  # the loop was woken for the first of them and has not come yet
                 return
-        with contextlib.suppress(RuntimeError):  # the loop has closed with the server, and the readers with it
+        try:
             self.loop.call_soon_threadsafe(self._answer)
+        except RuntimeError:  # the loop has closed with the server, and the readers with it
+            self._filled.clear()
 
     def _answer(self) -> None:
         with self._lock:
@@ -92,6 +93,7 @@ class EventQueue:
 
     async def _wait(self, patience: float) -> bool:
         """False: nothing came in that time."""
+        assert self._reader is None or self._reader.done(), "a queue has one reader"
         loop = self._bell.loop
         self._reader, self._since = loop.create_future(), loop.time()
         if self._alarm is None:

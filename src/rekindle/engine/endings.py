@@ -17,7 +17,7 @@ from rekindle.engine.kept_slots import Kept
 from rekindle.engine.loader import drop_lookup
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.roster import Roster
-from rekindle.engine.sequence import Sequence
+from rekindle.engine.sequence import AnswerEnd, Sequence
 from rekindle.engine.state import InSlot
 from rekindle.engine.types import Failed, Finished, FinishReason
 from rekindle.errors import BadLogits, RekindleError, StageLost
@@ -59,18 +59,14 @@ class Endings:
             self.capture_answer(sequence)
         else:
             self.release_or_break(sequence)
-        sequence.emit(
-            Finished(
-                reason=reason,
-                stop_token=stop_token,
-                prompt_tokens=sequence.prompt_length,
-                completion_tokens=completion_tokens,
-                cache=sequence.account.report(),
-                timings=sequence.account.timings(time.monotonic()),
-                draft=sequence.draft.report(),
-                stuck=stuck,
-            )
-        )
+        sequence.emit(_finished(sequence, AnswerEnd(reason, stop_token, stuck), completion_tokens))
+
+    def say_end(self, sequence: Sequence) -> None:
+        """Of an answer whose last token is out, where the state that would be captured is lost."""
+        if sequence.ending is not None and not sequence.answered:
+            completion_tokens = sequence.answer_length + (sequence.ending.stop_token is not None)
+            self._roster.await_last_step(sequence)
+            sequence.emit(_finished(sequence, sequence.ending, completion_tokens))
 
     def capture_answer(self, sequence: Sequence) -> None:
         """Capture the state after the answer, where a client that only appends goes on, and keep the slot, or release
@@ -125,6 +121,7 @@ class Endings:
         if not isinstance(error, RekindleError):
             log.error("a request failed", exc_info=error)
         for sequence in sequences:
+            self.say_end(sequence)
             if not sequence.answered:
                 sequence.emit(Failed(error))
             if not sequence.ended:
@@ -169,3 +166,16 @@ class Endings:
     def _break(self, error: Exception) -> None:
         log.error("a slot could not be closed; the engine takes no more requests", exc_info=error)
         self._inbox.refuse_for_good(str(error))
+
+
+def _finished(sequence: Sequence, ending: AnswerEnd, completion_tokens: int) -> Finished:
+    return Finished(
+        reason=ending.reason,
+        stop_token=ending.stop_token,
+        prompt_tokens=sequence.prompt_length,
+        completion_tokens=completion_tokens,
+        cache=sequence.account.report(),
+        timings=sequence.account.timings(time.monotonic()),
+        draft=sequence.draft.report(),
+        stuck=ending.stuck,
+    )

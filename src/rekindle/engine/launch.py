@@ -123,8 +123,10 @@ class Launcher:
         kind = sequence.boundaries.kinds.get(sequence.position)
         if kind is None:
             return
-        if sequence.position == sequence.prefill_end and not self._pipeline.has_room_for_capture():
-            # It would wait for this very step, and other prompts' chunks with it. The state stays until it is back.
+        last = sequence.position == sequence.prefill_end and sequence.max_tokens > 0
+        if last and not self._pipeline.has_room_for_capture():
+            # It would wait for earlier ones, perhaps of this very step, and other prompts' chunks with it. Until the
+            # chunk is back nothing of the sequence is launched, so that its state stays.
             sequence.late_capture = kind
         else:
             with self._endings.isolated(sequence):

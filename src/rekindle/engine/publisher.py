@@ -1,8 +1,9 @@
 """Snapshots on their way from the stages to the index.
 
-A capture is asked for while the batch that reaches the boundary is under way; its parts and its logits arrive later
-and separately, on a GPU as copies that run beside the next steps. When all of it is on the host the snapshot is
-published, under exactly the tokens its state has consumed (law 1).
+A capture is asked for while the batch that reaches the boundary is under way, or, where it would have to wait for
+others, when that batch is back; its parts and its logits arrive later and separately, on a GPU as copies that run
+beside the next steps. When all of it is on the host the snapshot is published, under exactly the tokens its state has
+consumed (law 1).
 """
 
 from __future__ import annotations

@@ -83,6 +83,7 @@ class Recovery:
         self._endings.give_up_kept()
 
     def _start_over(self, sequence: Sequence) -> None:
+        self._endings.say_end(sequence)
         if sequence.answered:
             self._endings.release(sequence)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Sequence as Sequential
 
 from rekindle.batch import Wanted
 from rekindle.engine.account import Totals
@@ -15,19 +15,14 @@ from rekindle.engine.pace import Pace
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.roster import Roster
 from rekindle.engine.sampler import are_drawable, logprob_of, logprobs_of
-from rekindle.engine.sequence import Sequence
+from rekindle.engine.sequence import AnswerEnd, Sequence
 from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.types import FinishReason, PromptLogprobs, Token, TokenLogprob
 from rekindle.errors import StageLost
 from rekindle.grammar.guide import make_masks
 from rekindle.speculative.cost import Costs
 from rekindle.stages import Pipeline
-
-
-class AnswerEnd(NamedTuple):
-    reason: FinishReason
-    stop_token: int | None = None
-    stuck: str | None = None  # why the grammar could not go on
+from rekindle.stages.layout import fills_its_step
 
 
 class Collector:
@@ -79,9 +74,8 @@ class Collector:
             self._endings.finish(sequence, FinishReason.LENGTH)
         else:
             assert first is not None, "the first token is drawn before the state is restored"
-            ending = self._accept_token(sequence, *first.on_host())
-            make_masks([] if sequence.guide is None else [sequence.guide])
-            self._end_answer(sequence, ending or _end_of_grammar(sequence))
+            sequence.ending = self._accept_token(sequence, *first.on_host())
+            self._go_on([sequence])
 
     def _collect(self, flight: Flight) -> None:
         error = flight.output.exception()
@@ -101,11 +95,23 @@ class Collector:
         for result in flight.results():
             result.owner.account.sparse |= result.segment.slot in skipping
             self._collect_rows(result)
-        collected = [(outcome.owner, self._collect_tokens(outcome)) for outcome in flight.outcomes()]
-        make_masks([owner.guide for owner, _ in collected if owner.guide is not None and owner.decoding])
-        for sequence, ending in collected:  # an end is captured: no client waits for that of another one
+        for outcome in flight.outcomes():
+            self._collect_tokens(outcome)
+        if any(owner.ending is not None or owner.late_capture is not None for owner in flight.owners):
+            self.let_go()
+        for result in flight.results():
+            self._capture_late(result)
+        self._go_on(flight.owners)
+
+    def _go_on(self, sequences: Sequential[Sequence]) -> None:
+        """Their tokens are out: masks for the next ones, and ends, which are captured. No token waits for either."""
+        decoding = [sequence for sequence in sequences if sequence.decoding]
+        make_masks([sequence.guide for sequence in decoding if sequence.guide is not None])
+        for sequence in decoding:
             with self._endings.isolated(sequence):
-                self._end_answer(sequence, ending or _end_of_grammar(sequence))
+                _note_grammar(sequence)
+                if sequence.ending is not None:
+                    self._endings.finish(sequence, *sequence.ending)
 
     @property
     def _next_waits(self) -> bool:
@@ -126,7 +132,7 @@ class Collector:
         if self._pace is not None:
             if flight.batch.rows == len(flight.batch.segments):
                 self._pace.note_step(self._last_back - began)
-            elif not flight.batch.rewindable:
+            elif not flight.batch.rewindable and fills_its_step(flight.batch):
                 self._pace.note_chunk(flight.batch.rows, self._last_back - began)
 
     # Rows
@@ -152,15 +158,25 @@ class Collector:
         if not _are_numbers(result):
             self._endings.fail_for_logits(sequence, segment.end)
             return
-        if (kind := sequence.late_capture) is not None:
-            sequence.late_capture = None
-            self._publisher.capture(sequence, segment.end, kind)
-        if len(rows) and segment.end in sequence.boundaries.kinds:
+        if len(rows) and segment.end in sequence.boundaries.kinds and not self._is_late(result):
             self._publisher.give_logits(sequence, segment.end, rows[-1])
         if sequence.scores_prompt:
             self._score_prompt(result)
         if segment.end == sequence.prefill_end:
             self._end_prefill(result)
+
+    def _is_late(self, result: Result) -> bool:
+        """Whether the prompt ends with it, and the state there is yet to be captured."""
+        return result.owner.late_capture is not None and result.segment.end == result.owner.prefill_end
+
+    def _capture_late(self, result: Result) -> None:
+        sequence, position, kind = result.owner, result.segment.end, result.owner.late_capture
+        if kind is not None and self._is_late(result):
+            sequence.late_capture = None
+            if sequence.decoding:
+                with self._endings.isolated(sequence):
+                    self._publisher.capture(sequence, position, kind)
+                    self._publisher.give_logits(sequence, position, result.rows[-1])
 
     def _end_prefill(self, result: Result) -> None:
         sequence = result.owner
@@ -182,29 +198,26 @@ class Collector:
 
     # Tokens
 
-    def _collect_tokens(self, outcome: Outcome) -> AnswerEnd | None:
-        """How the answer ends, if it does."""
+    def _collect_tokens(self, outcome: Outcome) -> None:
         sequence = outcome.owner
         if sequence.decoding and not sequence.cancelled:
             with self._endings.isolated(sequence):
                 if outcome.failure is not None:
                     raise outcome.failure
-                return self._accept(outcome)
-        return None
+                self._accept(outcome)
 
-    def _accept(self, outcome: Outcome) -> AnswerEnd | None:
-        """The step's tokens in order, up to the one that ends the answer; how it ends, if it does. The state goes back
-        to before the last of them, so that nothing is captured which the answer does not hold."""
-        sequence, taken, ending = outcome.owner, 0, None
+    def _accept(self, outcome: Outcome) -> None:
+        """The step's tokens in order, up to the one that ends the answer. The state goes back to before the last of
+        them, so that nothing is captured which the answer does not hold."""
+        sequence, taken = outcome.owner, 0
         for row, token in zip(outcome.rows, outcome.accepted, strict=False):
             sequence.logits = row
             taken += 1
-            ending = self._accept_token(sequence, token)
-            if ending is not None or not sequence.decoding:
+            sequence.ending = self._accept_token(sequence, token)
+            if sequence.ending is not None or not sequence.decoding:
                 break
         if sequence.decoding and outcome.segment.wanted is Wanted.ALL:
             self._close_block(outcome, taken)
-        return ending
 
     def _close_block(self, outcome: Outcome, taken: int) -> None:
         """The answer has taken so many tokens of the block: that is how far the state goes, on every stage."""
@@ -213,10 +226,6 @@ class Collector:
         if (position := segment.position + taken) < segment.end:
             self._pipeline.rewind(segment.slot, position)
             sequence.go_back(position)
-
-    def _end_answer(self, sequence: Sequence, ending: AnswerEnd | None) -> None:
-        if ending is not None:
-            self._endings.finish(sequence, ending.reason, ending.stop_token, ending.stuck)
 
     def _accept_token(self, sequence: Sequence, token: int) -> AnswerEnd | None:
         """How the answer ends, if this token ends it."""
@@ -234,16 +243,16 @@ class Collector:
             return AnswerEnd(FinishReason.STOP)
         if sequence.guide is not None:
             sequence.guide.accept(token)
-            if sequence.guide.stuck is not None:
-                return _end_of_grammar(sequence)
+            if (stuck := sequence.guide.stuck) is not None:
+                return AnswerEnd(FinishReason.LENGTH, stuck=stuck)
         return AnswerEnd(FinishReason.LENGTH) if sequence.answer_length >= sequence.max_tokens else None
 
 
-def _end_of_grammar(sequence: Sequence) -> AnswerEnd | None:
-    """Where the grammar of its answer cannot go on."""
-    if sequence.guide is None or sequence.guide.stuck is None or not sequence.decoding:
-        return None
-    return AnswerEnd(FinishReason.LENGTH, stuck=sequence.guide.stuck)
+def _note_grammar(sequence: Sequence) -> None:
+    """An answer ends where its grammar cannot go on, and says so where its length ends it just there."""
+    if sequence.guide is not None and (stuck := sequence.guide.stuck) is not None:
+        ending = sequence.ending or AnswerEnd(FinishReason.LENGTH)
+        sequence.ending = ending._replace(stuck=stuck) if ending.reason is FinishReason.LENGTH else ending
 
 
 def _are_numbers(result: Result) -> bool:

@@ -6,6 +6,7 @@ import logging
 from bisect import insort
 from collections.abc import Sequence as Sequential
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -18,13 +19,19 @@ from rekindle.engine.forcing import Forcing
 from rekindle.engine.sampler import has_penalties
 from rekindle.engine.state import Decoding, Ended, Ending, InSlot, Prefilling, State, Waiting, check_transition
 from rekindle.engine.token_counts import TokenCounts
-from rekindle.engine.types import Event, Request, Sampling, Token, TokenLogprob
+from rekindle.engine.types import Event, FinishReason, Request, Sampling, Token, TokenLogprob
 from rekindle.grammar.guide import Guide
 from rekindle.prompt import Boundary, BoundaryKind
 from rekindle.snapshots.types import Stretch
 from rekindle.spec import PAGE
 
 log = logging.getLogger("rekindle.engine")
+
+
+class AnswerEnd(NamedTuple):
+    reason: FinishReason
+    stop_token: int | None = None
+    stuck: str | None = None  # why the grammar could not go on
 
 
 @dataclass(slots=True)
@@ -83,6 +90,7 @@ class Sequence:
     verifying: bool = False  # a block of drafted tokens is in flight
     cancelled: bool = False  # ends at the next step that finds nothing of it in flight
     promoted: bool = False  # background work that a request of a client waits for
+    ending: AnswerEnd | None = None  # its last token has gone out, and what is left is to say so
     late_capture: BoundaryKind | None = None  # of the prompt's end: it is taken when the last chunk comes back
     held: list[Token] | None = None  # that the client gets a moment later: the device is given its next step first
 

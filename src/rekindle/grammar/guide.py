@@ -24,6 +24,7 @@ Mask = NDArray[np.int32]  # [words]; bit b of word w is the token 32 w + b
 
 SLOW = 0.010  # seconds of processor time that a mask may take on average: everyone in the batch waits for it …
 PATIENT = 16  # … once so many have been made
+TRUSTED = 2  # masks of an answer that are made by themselves in any case
 SEVERAL = 4  # masks, and cores, from which on they are made at the same time
 SUSPECT = 0.005  # seconds that masks made at the same time may take: beyond, each is made and timed by itself next
 SOME = 64  # words of a mask that are looked at first
@@ -90,20 +91,22 @@ class Guide:
 
     def make_mask(self) -> None:
         """By itself, and timed."""
-        try:
-            self._mask = guarded(lambda: self._mask_of(self._matcher))
-            self.stuck = self._why_stuck(self._matcher, self._mask)
-        except LibraryFailed as error:
-            self._fail(str(error))
-        self.suspect = self._masks < PATIENT or self._seconds / self._masks > SUSPECT / SEVERAL
+        self._take(lambda: self._mask_of(self._matcher))
+        self.suspect = self._masks < TRUSTED or self._seconds / self._masks > SLOW / 8
 
     def take_mask(self, mask: Mask) -> None:
         """Made with those of others."""
+        self._take(lambda: self._with_stops(self._matcher, mask))
+
+    def _take(self, make: Callable[[], Mask]) -> None:
+        """Whatever goes wrong is this guide's alone."""
         try:
-            self._mask = guarded(lambda: self._with_stops(self._matcher, mask))
+            self._mask = mask = guarded(make)
             self.stuck = guarded(lambda: self._why_stuck(self._matcher, mask))
         except LibraryFailed as error:
             self._fail(str(error))
+        except Exception as error:
+            self._fail(f"the grammar's library failed: {first_line(str(error))}")
 
     def _fail(self, why: str) -> None:
         """Nothing may follow."""
@@ -172,13 +175,13 @@ def make_masks(guides: Sequence[Guide]) -> None:
 
 
 def _make_together(guides: Sequence[Guide]) -> None:
-    """None is made where the library fails: it does not say for whom."""
+    """None is made where something fails: it is not said for whom."""
     masks = np.empty((len(guides), guides[0]._words), dtype=np.int32)  # of one model, one vocabulary
     pairs = [(guide._matcher, number) for number, guide in enumerate(guides)]
     began = time.perf_counter()
     try:
         guarded(lambda: _executor().unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks[0].nbytes, len(guides)))
-    except LibraryFailed:
+    except Exception:  # each by itself says what is wrong, and with which
         return
     slow = time.perf_counter() - began > SUSPECT
     for guide, mask in zip(guides, masks, strict=True):

@@ -3,7 +3,7 @@
 Fresh memory is slow: the system clears it when it is first touched, which takes longer than to read a file into it, and
 to pin it for a GPU takes longer still, under a lock that launches wait for. So a slab without holders is kept for the
 next request, and beside a GPU threads keep some in stock, enough for captures and restores that come all at once. Idle
-memory is bounded: the stock, and what the RAM tier leaves of its budget. That thread gives back the rest, since the
+memory is bounded: the stock, and what the RAM tier leaves of its budget. One of them gives back the rest, since the
 last reference to a slab may be dropped anywhere, also where the driver must not be called.
 
 A slab is lent as a whole or cut; it comes back by itself when nothing of it is referred to. Code that lets a device
@@ -90,9 +90,11 @@ class Slabs:
         self._driver = pin
         self._pin = None if pin is None else self._ask_driver
         self._pause = pause
+        self._pinning = threading.Lock()  # one at a time: launches wait for the driver's own lock
         self._idle: dict[int, SimpleQueue[Slab]] = {}  # by size in bytes
         self._news: SimpleQueue[bool] = SimpleQueue()  # wakes the thread; False ends it
         self._stopped = False
+        self._counting = threading.Lock()
         self._makers = ThreadPoolExecutor(SLAB_MAKERS, "rekindle-slab")
         self._thread: threading.Thread | None = None
         if stock or pin is not None:
@@ -162,17 +164,21 @@ class Slabs:
 
     def _restock(self, missing: int) -> None:
         """Some at a time, each on a thread of its own: the system clears memory for several at once."""
-        making = [self._makers.submit(self._make) for _ in range(min(missing, SLAB_MAKERS))]
-        for error in [error for each in making if (error := each.exception()) is not None]:
+        try:
+            making = [self._makers.submit(self._make) for _ in range(min(missing, SLAB_MAKERS))]
+        except RuntimeError:  # the interpreter ends, and nobody has called `stop`
+            self._stopped = True
+            return
+        errors = [error for each in making if (error := each.exception()) is not None]
+        for error in errors:
             if not isinstance(error, (OSError, MemoryError)):
                 raise error
-            # The system may have memory again soon.
-            self._count_refusal(f"no memory for the stock, asking again every {self._pause:g} s: {error}")
+        if errors:  # the system may have memory again soon
+            self._count_refusal(f"no memory for the stock, asking again every {self._pause:g} s: {errors[0]}")
             self._trim()  # what the RAM tier needs back does not wait for the stock
             with contextlib.suppress(Empty):
                 if not self._news.get(timeout=self._pause):
                     self._news.put(False)  # `stop` was called: for `_keep_stock`
-            return
 
     def _make(self) -> None:
         slab = Slab(self.size, self._pin)
@@ -180,15 +186,18 @@ class Slabs:
         self._keep(slab)
 
     def _ask_driver(self, address: int, nbytes: int) -> Callable[[], object] | None:
-        unpin = None if self._driver is None else self._driver(address, nbytes)
+        with self._pinning:
+            unpin = None if self._driver is None else self._driver(address, nbytes)
         if unpin is None:
             self._count_refusal("the system pins no more memory: restores from RAM will be slower")
         return unpin
 
     def _count_refusal(self, words: str) -> None:
-        if not self.refused:
+        with self._counting:
+            self.refused += 1
+            first = self.refused == 1
+        if first:
             log.warning("%s", words)
-        self.refused += 1
 
     def stop(self) -> None:
         """End the thread and give back what is idle. What is lent stays good, and more can be had."""

@@ -214,6 +214,12 @@ def _padding(bounds: Sequence[int], rows: int) -> list[int]:
     return lengths
 
 
+def fills_its_step(batch: Batch) -> bool:
+    """Of chunks: whether the recorded step that serves them has no padding, if it has one of their size at all."""
+    count = len(batch.segments)
+    return count == 1 or batch.rows in SHARERS.get(count, ())
+
+
 def round_up(count: int) -> int:
     """1, 2, 4, 8, 12, 16, 24, 32, 48, 64, …: at most a third of the rows are padding."""
     size = 1
