@@ -77,7 +77,7 @@ def test_answers_whose_last_token_is_out_end_there_whatever_is_lost_then(
     engine._inbox.put(lambda: all_are_there.wait() and None)
     ended = [list[int](), list[int](), list[int]()]
     stops = [lambda token, seen=seen: seen.append(token) or len(seen) == 6 for seen in ended]
-    prompts = [Prompt(tuple((7 * i + 13 * j) % 320 for i in range(60))) for j in range(3)]
+    prompts = [Prompt(tuple((7 * i + 13 * j) % 320 for i in range(20))) for j in range(3)]  # of one batch
     answers = [Answer(engine, prompts[j], max_tokens=50, stop_when=stops[j]) for j in range(3)]
     all_are_there.set()
     for answer, seen in zip(answers, ended, strict=True):
