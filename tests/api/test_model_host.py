@@ -237,6 +237,7 @@ def test_a_name_with_ollamas_tag_is_the_name_unless_a_model_is_called_so(open_ho
     house = open_house()
     a, b = house.host.slots
     assert (house.host.find("b:latest"), house.host.find("a-alias:latest")) == (b, a)
+    assert (house.host.find("b.gguf"), house.host.find("")) == (b, a)
     house.b.settings = Settings(models=("a:latest",), context=100)
     assert (house.host.find("a:latest"), house.host.find("a")) == (b, a)
     with pytest.raises(UnknownModel, match="'a:4b'"):

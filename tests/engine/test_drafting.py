@@ -306,7 +306,7 @@ def test_the_answer_says_who_drafted_or_why_nothing_was_drafted(dense: Lab) -> N
     engine.stop()
     engine = dense.engine(drafts=Drafts("lookup", PromptLookup, None))
     short = Answer(engine, prompt(11), max_tokens=2).finished.draft
-    assert (short.drafter, short.off) == ("off", "an answer of 2 tokens leaves nothing to draft")
+    assert (short.drafter, short.off) == ("off", "an answer of 2 tokens at most leaves nothing to draft")
     draft = Answer(engine, prompt(11)).finished.draft
     said = None if draft.blocks else "nothing was proposed that would have paid for its time"
     assert (draft.drafter, draft.off) == ("lookup", said)

@@ -130,13 +130,14 @@ class ModelHost:
 
     def find(self, name: str | None) -> Slot:
         """The model of this name. No name is the first model's; one model answers to every name."""
-        if name is None or len(self.slots) == 1:
+        if not name or len(self.slots) == 1:
             return self.slots[0]
         return self.exactly(name)
 
     def exactly(self, name: str) -> Slot:
-        """The model of this name. Ollama's clients may write NAME:latest for a name without a tag."""
-        for wanted in (name, name.removesuffix(":latest")):
+        """The model of this name. Ollama's clients may write NAME:latest for a name without a tag, others the name of
+        the file."""
+        for wanted in (name, name.removesuffix(":latest"), name.removesuffix(".gguf")):
             for names in ("models", "unlisted"):
                 for slot in self.slots:
                     if wanted in getattr(slot.source.settings, names):

@@ -111,7 +111,8 @@ def serve(
     Console().print(load_table(rows))
     for row in rows:
         if row.failure is not None:
-            Console(stderr=True).print(f"{row.what}: {row.failed} of {row.requests} failed: {row.failure}")
+            hint = " (--vocab bounds the ids that are sent)" if "vocabulary" in row.failure else ""
+            Console(stderr=True).print(f"{row.what}: {row.failed} of {row.requests} failed: {row.failure}{hint}")
     print(json.dumps({"seed": load.seed, "rows": [row.as_dict() for row in rows]}))
     if any(row.failed for row in rows):
         raise typer.Exit(1)

@@ -32,7 +32,8 @@ def replay(
     turns: Annotated[int, typer.Option(help="Requests per conversation.", min=5)] = 6,
     answer: Annotated[int, typer.Option(help="Tokens per answer.", min=1)] = 8,
     session: Annotated[
-        Path | None, typer.Option(help="A recorded session: JSON lines, one request each (bench/sessions/README.md).")
+        Path | None,
+        typer.Option(help="A recorded session: JSON lines, one request each (src/rekindle/bench/sessions/README.md)."),
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="This conversation only; may be given several times.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="REKINDLE_API_KEY", help="For the running server.")] = None,

@@ -181,7 +181,7 @@ class Drafts:
         if self.make is None and self.model is None:
             return Draft(off=self.off)
         if max_tokens < 3:
-            return Draft(off=f"an answer of {max_tokens} tokens leaves nothing to draft")
+            return Draft(off=f"an answer of {max_tokens} tokens at most leaves nothing to draft")
         measures = measures or Measures()
         model = None if self.model is None else measures.width(self.model, with_pass=True)
         width = measures.width(self.name, with_pass=False)
