@@ -76,7 +76,12 @@ def vocabulary(size: int) -> Vocabulary:
             seen.add(pair)
             known.append(pair)
     stops = sorted(id for id in tokenizer.stop_ids if id < size)
-    return Vocabulary(known, sorted(id for id in special if id < size), stops, tokenizer.encode_markup)
+
+    def encode(text: str) -> list[int]:
+        ids = tokenizer.encode_markup(text)
+        return ids if max(ids, default=0) < size else []  # a smaller vocabulary writes some texts byte by byte
+
+    return Vocabulary(known, sorted(id for id in special if id < size), stops, encode)
 
 
 def timed(call: Callable[[], T], clock: Callable[[], float] = time.thread_time) -> tuple[T, float]:

@@ -163,9 +163,8 @@ def load_row(planes, group, live, TYPE: tl.constexpr):
 
 
 @triton.jit
-def load_step(tile, group, end, ahead: tl.constexpr, TYPE: tl.constexpr):
-    """The group `ahead` groups on, of both rows of a tile; from the end on its factors are zero."""
-    first, second = tile
+def load_step(first, second, group, end, ahead: tl.constexpr, TYPE: tl.constexpr):
+    """The group `ahead` groups on, of both rows; from the end on its factors are zero."""
     group += ahead
     live = (group < end).to(tl.int32)
     return load_row(moved_on(first, ahead), group, live, TYPE), load_row(moved_on(second, ahead), group, live, TYPE)
@@ -174,8 +173,8 @@ def load_step(tile, group, end, ahead: tl.constexpr, TYPE: tl.constexpr):
 @triton.jit
 def load_steps(tile, tile2, group, end, ahead: tl.constexpr, TYPE: tl.constexpr, TILES: tl.constexpr):
     """Of one tile, or of two."""
-    step = load_step(tile, group, end, ahead, TYPE)
-    return step, load_step(tile2, group, end, ahead, TYPE) if TILES == 2 else step
+    step = load_step(tile[0], tile[1], group, end, ahead, TYPE)
+    return step, load_step(tile2[0], tile2[1], group, end, ahead, TYPE) if TILES == 2 else step
 
 
 @triton.jit
