@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from support.answers import arriving_together
 from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens, same_bits, wait_until
 
 from rekindle.batch import Batch, Segment, Wanted
@@ -155,11 +156,9 @@ def test_where_a_capture_would_wait_other_chunks_are_launched_first_and_none_is_
     cache = RecordingCache(local_tiers(1 << 28))
     settings = EngineSettings(context=2048, grid=64, async_steps=1, max_gap=max_gap)
     engine = Engine(Pipeline([FullStage(lab.stage(slots=4), happened)]), cache, settings).start()
-    all_are_there = threading.Event()
-    engine._inbox.put(lambda: all_are_there.wait() and None)
     prompts = [Prompt(random_tokens(length, seed)) for seed in range(4)]
-    answers = [Answer(engine, prompt, max_tokens=6) for prompt in prompts]
-    all_are_there.set()
+    with arriving_together(engine):
+        answers = [Answer(engine, prompt, max_tokens=6) for prompt in prompts]
     assert all(len(answer.tokens) == 6 for answer in answers)
     again = [Answer(engine, prompt, max_tokens=6) for prompt in prompts]
     assert [answer.finished.cache.restored for answer in again] == [length] * 4

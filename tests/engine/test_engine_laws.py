@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support.answers import Answer
+from support.answers import Answer, arriving_together
 
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Finished, FinishReason, Sampling, Started, Token
@@ -215,11 +214,9 @@ def test_no_last_token_waits_for_the_capture_of_another_answer(engine: Engine, m
     happened: list[str] = []
     capture = engine.pipeline.capture
     monkeypatch.setattr(engine.pipeline, "capture", lambda slot: happened.append("capture") or capture(slot))
-    all_are_there = threading.Event()
-    engine._inbox.put(lambda: all_are_there.wait() and None)
     said = [lambda count, n=n: happened.append(f"{n}: {count}") for n in range(3)]
-    answers = [Answer(engine, Prompt(random_tokens(20, 75 + n)), at_token=said[n]) for n in range(3)]
-    all_are_there.set()
+    with arriving_together(engine):
+        answers = [Answer(engine, Prompt(random_tokens(20, 75 + n)), at_token=said[n]) for n in range(3)]
     for answer in answers:
         assert len(answer.wait().tokens) == 12
     last = [happened.index(f"{n}: 12") for n in range(3)]

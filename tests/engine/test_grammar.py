@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import threading
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.answers import arriving_together
 from support.paper_drafter import PaperReader, paper_drafts
 from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens
 from support.vocabulary import longest_match
@@ -350,10 +350,8 @@ def test_answers_whose_masks_are_made_together_are_those_of_runs_alone(lab: Lab,
     asked = [(CARD, rules("[0-9]{12}")), (PENALISED, rules("[0-9]{12}")), (CARD, rules(LONG)), (CARD, rules("[ab]{9}"))]
     expected = [alone(lab, prompt(seed), each[1], each[0]).tokens for seed, each in enumerate(asked)]
     engine = lab.engine(ram=0)
-    all_are_there = threading.Event()
-    engine._inbox.put(lambda: all_are_there.wait() and None)
-    answers = [ask(engine, prompt(seed), grammar, sampling) for seed, (sampling, grammar) in enumerate(asked)]
-    all_are_there.set()
+    with arriving_together(engine):
+        answers = [ask(engine, prompt(seed), grammar, sampling) for seed, (sampling, grammar) in enumerate(asked)]
     assert [answer.tokens for answer in answers] == expected
     engine.stop()
     assert together

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
-from support.answers import Answer
+from support.answers import Answer, arriving_together
 from support.mortal import Mortal
 
 from rekindle.engine.engine import Engine, EngineSettings
@@ -73,13 +72,11 @@ def test_answers_whose_last_token_is_out_end_there_whatever_is_lost_then(
         capture(sequence, position, kind)
 
     monkeypatch.setattr(engine._publisher, "capture", lose)
-    all_are_there = threading.Event()
-    engine._inbox.put(lambda: all_are_there.wait() and None)
     ended = [list[int](), list[int](), list[int]()]
     stops = [lambda token, seen=seen: seen.append(token) or len(seen) == 6 for seen in ended]
     prompts = [Prompt(tuple((7 * i + 13 * j) % 320 for i in range(20))) for j in range(3)]  # of one batch
-    answers = [Answer(engine, prompts[j], max_tokens=50, stop_when=stops[j]) for j in range(3)]
-    all_are_there.set()
+    with arriving_together(engine):
+        answers = [Answer(engine, prompts[j], max_tokens=50, stop_when=stops[j]) for j in range(3)]
     for answer, seen in zip(answers, ended, strict=True):
         assert isinstance(answer.last, Finished)
         assert answer.last.reason is FinishReason.STOP

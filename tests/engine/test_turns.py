@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -10,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from support.answers import arriving_together
 from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens, same_bits
 
 from rekindle.batch import Batch
@@ -306,10 +306,8 @@ def test_every_state_has_the_bits_of_a_run_by_itself_with_the_edges_its_manifest
     expected = [Answer(alone, Prompt(prompt), max_tokens=40).tokens for prompt in prompts]
     alone.stop()
     engine = lab.engine(grid=256, max_gap=1e-9, async_steps=async_steps)  # every chunk beside an answer is too long
-    all_are_there = threading.Event()
-    engine._inbox.put(lambda: all_are_there.wait() and None)
-    answers = [Answer(engine, Prompt(prompt), max_tokens=40) for prompt in prompts]
-    all_are_there.set()
+    with arriving_together(engine):
+        answers = [Answer(engine, Prompt(prompt), max_tokens=40) for prompt in prompts]
     assert [answer.tokens for answer in answers] == expected
     again = [Answer(engine, Prompt(prompt), max_tokens=40) for prompt in prompts]
     assert [answer.tokens for answer in again] == expected

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+from rekindle.engine.engine import Engine
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
 from rekindle.prompt import Prompt
 
 GREEDY = Sampling(temperature=0)
+
+
+@contextmanager
+def arriving_together(engine: Engine) -> Iterator[None]:
+    """What is asked inside is known to the engine all at once."""
+    all_are_there = threading.Event()
+    engine._inbox.put(lambda: all_are_there.wait(60) and None)
+    try:
+        yield
+    finally:
+        all_are_there.set()
 
 
 class Door(Protocol):

@@ -39,7 +39,8 @@ class Bell:
         try:
             self.loop.call_soon_threadsafe(self._answer)
         except RuntimeError:  # the loop has closed with the server, and the readers with it
-            self._filled.clear()
+            with self._lock:
+                self._filled.clear()
 
     def _answer(self) -> None:
         with self._lock:

@@ -98,7 +98,7 @@ class Collector:
         for outcome in flight.outcomes():
             self._collect_tokens(outcome)
         if any(owner.ending is not None or owner.late_capture is not None for owner in flight.owners):
-            self.let_go()
+            self.let_go()  # a capture may take longer than the step that the tokens are held for
         for result in flight.results():
             self._capture_late(result)
         self._go_on(flight.owners)
@@ -158,20 +158,16 @@ class Collector:
         if not _are_numbers(result):
             self._endings.fail_for_logits(sequence, segment.end)
             return
-        if len(rows) and segment.end in sequence.boundaries.kinds and not self._is_late(result):
+        if len(rows) and segment.end in sequence.boundaries.kinds and not _is_late(result):
             self._publisher.give_logits(sequence, segment.end, rows[-1])
         if sequence.scores_prompt:
             self._score_prompt(result)
         if segment.end == sequence.prefill_end:
             self._end_prefill(result)
 
-    def _is_late(self, result: Result) -> bool:
-        """Whether the prompt ends with it, and the state there is yet to be captured."""
-        return result.owner.late_capture is not None and result.segment.end == result.owner.prefill_end
-
     def _capture_late(self, result: Result) -> None:
         sequence, position, kind = result.owner, result.segment.end, result.owner.late_capture
-        if kind is not None and self._is_late(result):
+        if kind is not None and _is_late(result):
             sequence.late_capture = None
             if sequence.decoding:
                 with self._endings.isolated(sequence):
@@ -246,6 +242,11 @@ class Collector:
             if (stuck := sequence.guide.stuck) is not None:
                 return AnswerEnd(FinishReason.LENGTH, stuck=stuck)
         return AnswerEnd(FinishReason.LENGTH) if sequence.answer_length >= sequence.max_tokens else None
+
+
+def _is_late(result: Result) -> bool:
+    """Whether the prompt ends with it, and the state there is yet to be captured."""
+    return result.owner.late_capture is not None and result.segment.end == result.owner.prefill_end
 
 
 def _note_grammar(sequence: Sequence) -> None:

@@ -400,6 +400,7 @@ def stream_k_matrix(
     for block in range(lo // groups, stop):
         begin = tl.maximum(lo - block * groups, 0)
         end = tl.minimum(hi - block * groups, groups)
+        # A warp's first output: warps stand side by side, but two with one tile each, of gate and of up, share theirs.
         n = (block * BESIDE + warp * EACH // (EACH * WARPS // BESIDE)) * 16 + g
         tile = tile_at(planes, tl.minimum(n, width - 1), tl.minimum(n + 8, width - 1), begin, t, COLUMNS)
         if not GATED:
