@@ -12,9 +12,10 @@ import httpx
 import pytest
 
 from rekindle.api import ApiKeys
+from rekindle.api.errors import fault_of, reason_of
 from rekindle.api.traces import Traces, _is_installed
 from rekindle.cli.logs import _JsonLines
-from rekindle.errors import BadConfig
+from rekindle.errors import BadConfig, BadRequest
 
 PATIENCE = 20.0  # seconds for what must happen
 Ask = Callable[..., logging.LogRecord]
@@ -68,18 +69,57 @@ def test_a_finished_request_leaves_one_line_with_all_of_its_account(ask: Ask) ->
 
 
 @pytest.mark.parametrize(
-    ("changes", "status", "path"),
+    ("changes", "status", "path", "why"),
     [
-        ({"headers": {}}, 401, "/v1/completions"),
-        ({"max_tokens": -1}, 400, "/v1/completions"),
-        ({"prompt": "[full]"}, 429, "/v1/completions"),
-        ({"path": "/v1/%1b%5b31mred"}, 404, "other"),
+        ({"headers": {}}, 401, "/v1/completions", "a valid key is needed"),
+        ({"max_tokens": -1}, 400, "/v1/completions", "max_tokens: Input should be greater than"),
+        ({"prompt": "[full]"}, 429, "/v1/completions", "7 requests are waiting, the queue holds 7"),
+        ({"path": "/v1/%1b%5b31mred"}, 404, "other", "there is no such path: POST '…'"),
     ],
 )
-def test_a_refused_request_leaves_a_line_too(ask: Ask, changes: dict[str, Any], status: int, path: str) -> None:
+def test_a_refused_request_leaves_a_line_that_says_why(
+    ask: Ask, changes: dict[str, Any], status: int, path: str, why: str
+) -> None:
     line: Any = ask(**{"prompt": "x", **changes})
     assert (line.request["status"], line.request["path"], line.request["id"]) == (status, path, None)
+    assert line.request["reason"].startswith(why)
     assert line.getMessage().startswith("request refused: ")
+    assert line.getMessage().endswith(f"; {line.request['reason']}")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tool_choice": "secret"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tool_choice": "it's \"secret"}),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"grammar": "start: secret"}}),
+        ("/api/show", {"model": "secret"}),
+        ("/v1/secret", {}),
+    ],
+)
+def test_the_reason_of_a_refusal_has_no_word_of_what_the_client_wrote(
+    ask: Ask, path: str, body: dict[str, Any]
+) -> None:
+    line: Any = ask(path=path, **body)
+    assert 400 <= line.request["status"] < 500 and line.request["reason"]
+    assert "secret" not in line.getMessage() + json.dumps(line.request)
+
+
+def test_words_of_a_template_or_a_library_stay_out_of_the_reason() -> None:
+    error = BadRequest("the model's chat template refuses these messages: secret", "messages")
+    error.__cause__ = ValueError("secr\ue000et")
+    assert reason_of(error, fault_of(error)) == "the model's chat template refuses these messages"
+
+
+def test_several_answers_to_one_prompt_count_its_tokens_once_as_the_usage_does(ask: Ask) -> None:
+    line: Any = ask(prompt=["say(ab)", "say(cdef)"], n=2)
+    first, _, second, _ = (line.house.engine.finished[request.id] for request in line.house.engine.requests)
+    told = line.request
+    assert told["restored"] == {
+        tier: first.cache.restored_from[tier] + second.cache.restored_from[tier] for tier in ("ram", "disk")
+    }
+    assert told["computed"] == first.cache.computed + second.cache.computed
+    assert sum(told["restored"].values()) + told["computed"] == told["prompt_tokens"]
 
 
 def test_a_count_of_tokens_is_answered_and_not_refused(ask: Ask) -> None:

@@ -89,8 +89,8 @@ async def _http_error(request: Request, error: Exception, dialects: Sequence[Dia
     """Starlette's own refusals; every other error goes on to the ErrorMiddleware."""
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         wording = {404: "there is no such path", 405: "this path does not take this method"}[error.status_code]
-        error = HTTPException(error.status_code, f"{wording}: {request.method} {request.url.path}", error.headers)
-    return error_response(error, request.url.path, dialects)
+        error = HTTPException(error.status_code, f"{wording}: {request.method} {request.url.path!r}", error.headers)
+    return error_response(error, request.scope, dialects)
 
 
 class Routes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = "1"
 LOAD_RETRY_SECONDS = "30"
+LONGEST_REASON = 300  # characters
 
 
 class Unauthorized(RekindleError):
@@ -145,6 +147,17 @@ def fault_of(error: BaseException) -> Fault:
     error_id = uuid.uuid4().hex[:12]
     log.error("error %s", error_id, exc_info=error)
     return Fault(500, f"internal error {error_id}; the server's log has the details", "server_error", code=error_id)
+
+
+# As repr writes it. An apostrophe within a word opens nothing.
+_QUOTED = re.compile(r"""(?<!\w)(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")""")
+
+
+def reason_of(error: BaseException, fault: Fault) -> str:
+    """Why a request was refused, for the log: the message without what its client wrote. Our own messages have that in
+    quotes; what a template or a library says, which may quote a prompt in any way, they have behind a colon."""
+    own = fault.message if error.__cause__ is None else fault.message.partition(": ")[0]
+    return _QUOTED.sub("'…'", own)[:LONGEST_REASON]
 
 
 def _sendable(message: str) -> str:

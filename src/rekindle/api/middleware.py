@@ -90,7 +90,7 @@ class ErrorMiddleware:
         except BaseException as error:  # a library in Rust panics with one that is no Exception
             if begun or scope["type"] != "http":
                 raise
-            await error_response(error, scope["path"], self._dialects)(scope, receive, send)
+            await error_response(error, scope, self._dialects)(scope, receive, send)
 
 
 class RestMiddleware:

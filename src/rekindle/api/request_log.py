@@ -33,6 +33,7 @@ class RequestRecord:
     model: str | None = None  # its id
     generation: Generation | None = None  # None: it was refused before, or asks for no answer of the model
     status: int = 0
+    reason: str | None = None  # why it was refused or failed, without what its client wrote
     seconds: float = 0.0  # in all
 
     def end(self, status: int, client: str) -> None:
@@ -45,14 +46,19 @@ class RequestRecord:
 
     @property
     def cache(self) -> CacheReport | None:
-        """Sums over the answers that have finished."""
-        each = [choice.finished.cache for choice in self.choices if choice.finished is not None]
-        if not each:
+        """Sums: over the prompts, each as its first finished answer met it (as `Usage` has them), of what was restored
+        and computed, and over all finished answers of what they published."""
+        finished = [choice for choice in self.choices if choice.finished is not None]
+        if not finished:
             return None
-        tiers = dict.fromkeys(tier for cache in each for tier in cache.restored_from)
+        each = [choice.result.cache for choice in finished]
+        firsts = list(
+            {id(choice.prompt): choice.result.cache for choice in reversed(finished)}.values()
+        )  # the first stays
+        tiers = dict.fromkeys(tier for cache in firsts for tier in cache.restored_from)
         return CacheReport(
-            restored_from={tier: sum(cache.restored_from.get(tier, 0) for cache in each) for tier in tiers},
-            computed=sum(cache.computed for cache in each),
+            restored_from={tier: sum(cache.restored_from.get(tier, 0) for cache in firsts) for tier in tiers},
+            computed=sum(cache.computed for cache in firsts),
             published=sum(cache.published for cache in each),
             miss=each[0].miss,
             divergence=each[0].divergence,
@@ -104,6 +110,7 @@ class RequestRecord:
             "path": self.path,
             "model": self.model,
             "status": self.status,
+            "reason": self.reason,
             "finish": self.finish,
             "prompt_tokens": self.prompt_tokens,
             "restored": dict(cache.restored_from) if cache is not None else {},
@@ -126,7 +133,8 @@ class RequestRecord:
         where = f"{whose}{self.path}, {self.status}"
         if not self.choices:
             outcome = "refused" if self.status >= 400 else "answered"
-            return f"request {outcome}: {where} in {_milliseconds(self.seconds):g} ms"
+            why = "" if self.reason is None else f"; {self.reason}"
+            return f"request {outcome}: {where} in {_milliseconds(self.seconds):g} ms{why}"
         told = self.fields()
         first = "no token" if told["first_token_ms"] is None else f"first token after {told['first_token_ms']:g} ms"
         queued = "" if told["queue_ms"] is None else f"queued {told['queue_ms']:g} ms, "
@@ -138,7 +146,9 @@ class RequestRecord:
             + f"answered {told['generated']}; {where}, {self.model}; {queued}{first}, "
             + f"all {told['total_ms']:g} ms"
             + (f", drafts accepted {self.draft.accepted} of {self.draft.proposed}" if self.draft.proposed else "")
-            + "".join(f"; {told[name]}" for name in ("miss", "changed", "not_published") if told[name] is not None)
+            + "".join(
+                f"; {told[name]}" for name in ("reason", "miss", "changed", "not_published") if told[name] is not None
+            )
         )
 
 

@@ -35,7 +35,11 @@ def rules_of(request: ClientRequest, prompt: Prompt, text: TextPort) -> Rules | 
     if request.ignore_stop_tokens:
         raise BadRequest(f"ignore_eos: does not go with {field}: the answer ends where its grammar does", "ignore_eos")
     thinking = thinking_of(prompt, text) if isinstance(request.source, Conversation) else ThinkingFrame.NONE
-    return text.compile(whole(thinking, *answers), field)
+    try:
+        return text.compile(whole(thinking, *answers), field)
+    except BadRequest as error:  # it may quote the grammar, of which the log has only the words before the colon
+        why = str(error).removeprefix(f"{field}: ")
+        raise BadRequest(f"{field} cannot be kept: {why}", field) from error
 
 
 def constrains_calls(request: ClientRequest) -> bool:
