@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from rekindle.speculative.cost import BLOCKS, FIRST_PLAIN, Costs, GpuCosts
-from rekindle.speculative.width import GRACE, MOST, SHARE, Purse, Width
+from rekindle.speculative.width import GRACE, MOST, SHARE, DrafterWidth, Purse, Width
 
 
 class PaperMachine:
@@ -22,7 +22,7 @@ class PaperMachine:
 
     def answer(self, tokens: int, agrees: Callable[[int], int]) -> float:
         """Seconds of an answer; agrees: accepted tokens of a block so wide."""
-        width = Width(partial(self.costs.extra, with_pass=True), self.purse, ready=lambda: self.costs.knows_plain)
+        width = DrafterWidth(partial(self.costs.extra, with_pass=True), self.purse, lambda: self.costs.knows_plain)
         length, began = 0, self.seconds
         while length < tokens:
             block = min(width.at(length), tokens - length - 1)
@@ -161,6 +161,71 @@ def test_what_works_a_little_is_compared_with_plain_steps_however_well_it_begins
     """Every block brings some tokens, so that none is followed by a rest in which plain steps would be measured."""
     paper = PaperGpu(*gpu)
     assert sum(paper.answer(256, lambda block: min(block, accepted)) for _ in range(4)) <= 1.03 * paper.plain(4 * 256)
+
+
+# What a step takes by its recorded rows, beside one of one row, and a pass: an H200, docs/bench.md.
+STEPS = {
+    "27B": ({1: 1.0, 2: 1.24, 4: 1.3, 8: 1.37, 12: 1.85, 16: 1.87}, 0.36),
+    "35B-A3B": ({1: 1.0, 2: 1.55, 4: 1.9, 8: 2.46, 12: 3.2, 16: 3.8}, 0.85),
+}
+
+
+class StepsOfAGpu(PaperMachine):
+    """Recorded steps, whose padding costs as much as rows; from nine rows on others are taken, which cost more."""
+
+    def __init__(self, steps: dict[int, float], drafting: float) -> None:
+        super().__init__(0.0, 1.0, drafting)
+        self.costs, self.steps = GpuCosts(rounded=self.rounded), steps
+
+    def rounded(self, rows: int) -> int:
+        return min(size for size in self.steps if size >= rows)
+
+    def step(self, rows: int) -> float:
+        return self.steps[self.rounded(rows)]
+
+    def best(self, accepted: Callable[[int], float]) -> float:
+        """Seconds of a token, at the best width."""
+        widths = range(1, MOST + 1)
+        return min(1.0, *((self.step(1 + width) + self.drafting) / (1 + accepted(width)) for width in widths))
+
+
+@pytest.mark.parametrize("model", STEPS)
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3, 4, 5, 7, 9, 11, 13])
+def test_blocks_are_as_wide_as_gives_the_most_tokens_in_a_time(model: str, accepted: int) -> None:
+    """The drafter is right so many times in a row. Width 8 of 27B's blocks would fill a step of 12 rows for one token
+    more than a step of 8 has room for."""
+    paper = StepsOfAGpu(*STEPS[model])
+    paper.answer(256, lambda block: min(block, accepted))
+    spent = paper.answer(512, lambda block: min(block, accepted))
+    assert spent <= 1.05 * 512 * paper.best(lambda width: min(width, accepted))
+
+
+@pytest.mark.parametrize("model", STEPS)
+@pytest.mark.parametrize("right", [0.3, 0.6, 0.8, 0.9, 0.97])
+def test_the_same_where_a_drafter_is_right_now_and_then(model: str, right: float) -> None:
+    paper, dice = StepsOfAGpu(*STEPS[model]), random.Random(5)
+
+    def agrees(block: int) -> int:
+        return next((i for i in range(block) if dice.random() >= right), block)
+
+    spent = sum(paper.answer(512, agrees) for _ in range(8))
+    best = paper.best(lambda width: sum(right**place for place in range(1, width + 1)))
+    assert spent <= 1.08 * 8 * 512 * best
+
+
+def test_a_drafter_that_becomes_right_is_found_out() -> None:
+    """After a long answer without one accepted token."""
+    paper = StepsOfAGpu(*STEPS["27B"])
+    answered = 0
+
+    def agrees(block: int) -> int:
+        nonlocal answered
+        answered += 1
+        return block if answered > 30 else 0
+
+    paper.answer(1024, agrees)
+    width = paper.answer(512, agrees)
+    assert width <= 0.5 * 512
 
 
 def test_contexts_grow_so_plain_steps_are_measured_again_and_again() -> None:

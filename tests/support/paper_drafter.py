@@ -10,6 +10,7 @@ from torch import Tensor
 from rekindle.batch import Ask, Batch
 from rekindle.engine.drafting import Drafts
 from rekindle.snapshots.types import Part
+from rekindle.speculative.width import MOST
 from rekindle.stages.types import PendingTokens
 
 VOCAB = 320
@@ -50,6 +51,7 @@ class PaperReader:
 
     taps: tuple[int, ...] = ()
     reach = 0
+    longest = MOST
     chained = False
     drafts_ahead = False
 

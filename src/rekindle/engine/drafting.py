@@ -20,7 +20,7 @@ from rekindle.batch import PENDING, Ask
 from rekindle.engine.ahead import Ahead
 from rekindle.engine.types import DraftReport
 from rekindle.speculative.cost import Costs
-from rekindle.speculative.width import MOST, Purse, Width
+from rekindle.speculative.width import MOST, DrafterWidth, Purse, Width
 from rekindle.stages.layout import round_up
 
 LEARNT = 4096  # tokens of a prompt that the drafter takes in per step: some milliseconds, while the device computes
@@ -153,18 +153,27 @@ class Measures:
 
     costs: Costs | None = None  # None: nothing is measured
     recorded: bool = False  # steps are recorded, with their rows rounded up
+    longest: int = MOST  # tokens that the pipeline's drafter proposes at most
     purses: dict[str, Purse] = field(default_factory=dict)  # by drafter
     fault: Callable[[], str | None] = lambda: None  # of the pipeline's drafter, from which on it is not asked
 
-    def width(self, name: str, with_pass: bool) -> Width:
-        """For a new sequence."""
-        if self.costs is None:
+    def of_text(self, name: str) -> Width:
+        """For what a new sequence drafts from its text."""
+        if (costs := self.costs) is None:
             return Width()
-        extra: Callable[[int], float] = partial(self.costs.extra, with_pass=with_pass)
-        # Of a drafter that chains every further token costs a pass, so that padding is cheaper.
-        filled = partial(filling_step, extra=extra) if self.recorded and not self.costs.chained else None
-        costs = self.costs
-        return Width(extra, self.purses.setdefault(name, Purse()), filled, lambda: costs.knows_plain)
+        extra = partial(costs.extra, with_pass=False)
+        filled = partial(filling_step, extra=extra) if self.recorded else None
+        return Width(extra, self._purse(name), filled, lambda: costs.knows_plain)
+
+    def of_model(self, name: str) -> Width:
+        """For what the pipeline's drafter drafts for a new sequence."""
+        if (costs := self.costs) is None:
+            return Width()
+        extra = partial(costs.extra, with_pass=True)
+        return DrafterWidth(extra, self._purse(name), lambda: costs.knows_plain, self.longest, lambda: costs.sequences)
+
+    def _purse(self, name: str) -> Purse:
+        return self.purses.setdefault(name, Purse())
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +192,8 @@ class Drafts:
         if max_tokens < 3:
             return Draft(off=f"an answer of {max_tokens} tokens at most leaves nothing to draft")
         measures = measures or Measures()
-        model = None if self.model is None else measures.width(self.model, with_pass=True)
-        width = measures.width(self.name, with_pass=False)
+        model = None if self.model is None else measures.of_model(self.model)
+        width = measures.of_text(self.name)
         name = " and ".join(n for n in (self.name if self.make else None, self.model) if n)
         return Draft(name, self.make() if self.make else None, width=width, model=model, fault=measures.fault)
 

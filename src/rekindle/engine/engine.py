@@ -54,8 +54,10 @@ from rekindle.kernels.sampling import argmax
 from rekindle.prefix import PrefixCache
 from rekindle.prompt import MOST_OF_A_KIND, Prompt
 from rekindle.speculative.cost import Costs, GpuCosts
+from rekindle.speculative.width import MOST
 from rekindle.stages import Pipeline
 from rekindle.stages.graphs import GraphRecorder
+from rekindle.stages.layout import round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,11 @@ class Engine:
         pace = None if settings.max_gap is None else Pace(settings.max_gap, grid)
         drafter = pipeline.drafter
         chained = drafter is not None and drafter.chained
-        costs = (Costs if pipeline.on_cpu else GpuCosts)(chained) if settings.measure_drafts else None
-        self._measures = Measures(costs, pipeline.async_steps > 0, fault=lambda: pipeline.drafter_fault)
+        costs = None
+        if settings.measure_drafts:
+            costs = Costs(chained) if pipeline.on_cpu else GpuCosts(chained, round_up)
+        longest = MOST if drafter is None else drafter.longest
+        self._measures = Measures(costs, pipeline.async_steps > 0, longest, fault=lambda: pipeline.drafter_fault)
         ahead = partial(launch_pass, pipeline.propose_ahead, device=pipeline.logits_device)
         ask = pipeline.propose if drafter is not None else None
         proposer = Proposer(ask, costs, ahead if pipeline.drafts_ahead else None)

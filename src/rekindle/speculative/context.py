@@ -153,7 +153,7 @@ class RingContext(ABC):
         """identity: the fingerprint of the drafter's file. context: positions of the longest sequence. copies: of the
         stage on the same GPU; without them a capture waits for its own. spare_slots: whose rings no sequence has."""
         self.taps = layers_read(spec)
-        self._longest = spec.block - 1
+        self.longest = spec.block - 1
         self._device = device
         self._copies = copies
         self._identity = torch.from_numpy(np.frombuffer(f"{identity} {kv_type}".encode(), dtype=np.uint8).copy())
@@ -413,7 +413,7 @@ class DrafterContext(RingContext):
         their own."""
         if self._recorded is not None:
             for slot in slots:
-                if 0 < self._known[slot].waiting_rows <= WAITING + self._longest:
+                if 0 < self._known[slot].waiting_rows <= WAITING + self.longest:
                     self._settle_recorded(self._recorded, slot)
         super()._settle(slots)
 
@@ -425,7 +425,7 @@ class DrafterContext(RingContext):
         known.settle()
 
     def _draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
-        most = [min(ask.most, self._longest) for ask in asks]
+        most = [min(ask.most, self.longest) for ask in asks]
         found = self._draft_eagerly(asks, max(most)) if self._recorded is None else self._draft_recorded(asks).tolist()
         return [tuple(tokens[:count]) for tokens, count in zip(found, most, strict=True)]
 

@@ -8,7 +8,7 @@ sequences gives: with many of them a plain step gives many tokens, so that draft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rekindle.speculative.width import ROW
 
@@ -26,6 +26,7 @@ BLOCKS = 128  # … and blocks, after which a plain step is measured again: cont
 MOST_LONGER = 4.0  # of a block on a GPU, or of a pass
 MOST_ROW = 1.5  # of a row on a CPU
 FADE = 0.9995
+SEVERAL = 0  # in place of rows, where several sequences share a step
 
 
 class Costs:
@@ -114,31 +115,46 @@ class Costs:
 
 
 class GpuCosts(Costs):
-    """Where a block costs much because it is one, and little for every row, which is assumed. What blocks took longer
-    than usual is added to whatever the next one usually costs; apart for one sequence and for several."""
+    """Where a block costs much because it is one, and little for every row, which is assumed. What steps of so many
+    rows took longer than usual is known for each number of rows, since other kernels are taken from some numbers on;
+    for one that was not seen the nearest stands in. Blocks of several sequences are counted apart, all of them
+    alike."""
 
     _usual_row = GPU_ROW
 
-    def __init__(self, chained: bool = False) -> None:
+    def __init__(self, chained: bool = False, rounded: Callable[[int], int] = lambda rows: rows) -> None:
+        """rounded: rows of the recorded step that takes so many, since padding costs as much."""
         super().__init__(chained)
-        self._longer = {True: 0.0, False: 0.0}  # plain steps, of blocks of one sequence and of several
+        self._rounded = rounded
+        self._longer: dict[int, float] = {}  # plain steps, by rows of a step of one sequence; SEVERAL: of any other
 
     def _fade(self) -> None:
         super()._fade()
-        self._longer = {alone: _faded(longer, 0.0) for alone, longer in self._longer.items()}
+        self._longer = {rows: _faded(longer, 0.0) for rows, longer in self._longer.items()}
 
     def _usual(self, sequences: int, drafted: int) -> float:
-        return GPU_FIRST + GPU_ROW * drafted if sequences == 1 else GPU_ROW_BESIDE * drafted
+        """In plain steps."""
+        return GPU_FIRST + GPU_ROW * (self._rounded(1 + drafted) - 1) if sequences == 1 else GPU_ROW_BESIDE * drafted
+
+    def _rows(self, sequences: int, drafted: int) -> int:
+        return self._rounded(1 + drafted) if sequences == 1 else SEVERAL
 
     def _note_block(self, sequences: int, drafted: int, seconds: float) -> None:
-        longer = seconds / self._plain_of(sequences) - self._usual(sequences, drafted)
-        alone = sequences == 1
-        self._longer[alone] = _between(self._longer[alone], min(longer, MOST_LONGER))
+        longer = min(seconds / self._plain_of(sequences) - self._usual(sequences, drafted), MOST_LONGER)
+        rows = self._rows(sequences, drafted)
+        self._longer[rows] = _between(self._longer.get(rows, self._nearest(rows)), longer)
+
+    def _nearest(self, rows: int) -> float:
+        """What the steps took longer whose rows are nearest to these; nothing where none were seen."""
+        if rows == SEVERAL:
+            return self._longer.get(SEVERAL, 0.0)
+        seen = [known for known in self._longer if known != SEVERAL]
+        return self._longer[min(seen, key=lambda known: abs(known - rows))] if seen else 0.0
 
     def _block_seconds(self, width: int) -> float:
         if not width:
             return 0.0
-        longer = self._longer[self.sequences == 1]
+        longer = self._nearest(self._rows(self.sequences, width))
         return self._plain_of(self.sequences) * max(0.0, self._usual(self.sequences, width) + longer)
 
 

@@ -90,7 +90,7 @@ class MtpContext(RingContext):
     def _draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         """Nothing for a slot of which it knows nothing: a snapshot without the drafter's part was restored there."""
         chains = {ask.slot: chain for ask in asks if (chain := self._chain(ask)) is not None}
-        most = [min(ask.most, self._longest) for ask in asks if ask.slot in chains]
+        most = [min(ask.most, self.longest) for ask in asks if ask.slot in chains]
         found = dict(zip(chains, self.model.propose(list(chains.values()), most), strict=True)) if chains else {}
         return [found.get(ask.slot, ()) for ask in asks]
 

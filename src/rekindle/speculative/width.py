@@ -2,9 +2,14 @@
 
 A block costs a row for every drafted token and, of a drafter with weights, a pass of it: `extra`, counted in tokens
 that plain steps would give in that time (cost.py measures it). It pays where more is accepted than it costs. After a
-block that did not pay the sequence rests: for 1 token, then for 2, 4, … MOST_REST, until a block pays again. A block of
-which some is refused halves the next one, down to one token more than was accepted. All sequences of an engine draft
-out of one purse, so that what never works costs at most a share of all steps, however many sequences find that out.
+block that did not pay the sequence rests: for 1 token, then for 2, 4, … MOST_REST, until a block pays again. All
+sequences of an engine draft out of one purse, so that what never works costs at most a share of all steps, however many
+sequences find that out.
+
+What is drafted from the text itself comes in runs: a block that is accepted whole doubles the next one, and one of
+which some is refused halves it, down to one token more than was accepted. A drafter with weights is right more or less
+often at each place of a block, whatever became of the last one: its blocks are as wide as gives the most tokens in a
+time.
 """
 
 from __future__ import annotations
@@ -18,6 +23,9 @@ ROW = 0.25  # cost of one more row to verify, in decode steps of a CPU; a GPU's 
 GRACE = 3.0  # tokens' worth of time that may be lost before anything is gained …
 SHARE = 0.015  # … and of every token after that
 WEALTH = 16.0  # tokens' worth that a purse holds at most: past gains pay for so much
+FIRST_RATE = 0.7  # how often a drafter is thought to be right until it was seen …
+TRIED = 0.93  # … what older blocks count, at a place that a new one has tried …
+NOT_TRIED = 0.97  # … and at places that it has not: texts change, and what was right seldom may be right now
 
 
 def by_rows(width: int) -> float:
@@ -93,16 +101,76 @@ class Width:
         cost = self._extra(proposed)
         if self._purse is not None:
             self._purse.settle(cost, accepted)
+        self._learn(proposed, accepted)
+        if accepted > cost or self._will_pay():
+            self._rest = 1
+        else:
+            self.rest(length)
+
+    def _learn(self, proposed: int, accepted: int) -> None:
         if accepted == proposed:
             self._width = min(max(self._width, 2 * proposed), MOST)
         else:
             self._width = max(1, self._width // 2, min(accepted + 1, MOST))
-        if accepted > cost:
-            self._rest = 1
-        else:
-            self.rest(length)
+
+    def _will_pay(self) -> bool:
+        """Whether the next block is worth it, though the last one was not."""
+        return False
 
     def rest(self, length: int) -> None:
         """No drafts for a while; the next rest is twice as long."""
         self._until = length + self._rest
         self._rest = min(2 * self._rest, MOST_REST)
+
+
+class PlaceRates:
+    """How often the target agrees with the token at each place of a block, where it has agreed with all before it."""
+
+    def __init__(self, places: int) -> None:
+        self._tried, self._right = [0.0] * places, [0.0] * places  # blocks, older ones counting less
+
+    def note(self, proposed: int, accepted: int) -> None:
+        for place in range(len(self._tried)):
+            tried = place < min(proposed, accepted + 1)
+            fade = TRIED if tried else NOT_TRIED
+            self._tried[place] = fade * self._tried[place] + tried
+            self._right[place] = fade * self._right[place] + (place < accepted)
+
+    def accepted(self) -> list[float]:
+        """Tokens that blocks of 0, 1, 2, … tokens bring on average. A place is thought to be like the one before it, as
+        if one block had said so."""
+        rate, reached, sums = FIRST_RATE, 1.0, [0.0]
+        for tried, right in zip(self._tried, self._right, strict=True):
+            rate = (right + rate) / (tried + 1)
+            reached *= rate
+            sums.append(sums[-1] + reached)
+        return sums
+
+
+class DrafterWidth(Width):
+    """Of blocks that a drafter with weights proposes."""
+
+    def __init__(
+        self,
+        extra: Callable[[int], float],
+        purse: Purse,
+        ready: Callable[[], bool],
+        longest: int = MOST,
+        sequences: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """longest: tokens that the drafter proposes at most; sequences: that share a step."""
+        super().__init__(extra, purse, ready=ready)
+        self._rates = PlaceRates(min(longest, MOST))
+        self._sequences = sequences
+
+    def _affordable(self) -> int:
+        """The width at which a step gives the most tokens in a time, of those that can be paid for."""
+        accepted, together = self._rates.accepted(), self._sequences()
+        widths = [width for width in range(1, len(accepted)) if self._can_afford(width)]
+        return max(widths, key=lambda width: (together + accepted[width]) / (together + self._extra(width)), default=0)
+
+    def _learn(self, proposed: int, accepted: int) -> None:
+        self._rates.note(proposed, accepted)
+
+    def _will_pay(self) -> bool:
+        return any(tokens > self._extra(width) for width, tokens in enumerate(self._rates.accepted()) if width)

@@ -139,6 +139,11 @@ class FeatureReader(StateHolder, TwoPhaseRestore, Protocol):
         ...
 
     @property
+    def longest(self) -> int:
+        """Tokens that it proposes at most."""
+        ...
+
+    @property
     def chained(self) -> bool:
         """Whether a drafted token costs a pass of its own; else a block does."""
         ...
