@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -129,6 +130,19 @@ def test_a_format_is_a_grammar_of_the_answer(house: Any, form: Any) -> None:
     assert house.engine.requests[-1].rules is not None
     client(house).chat("m", ask("hi"), format="")
     assert house.engine.requests[-1].rules is None
+
+
+def test_a_model_is_shown_by_every_name_that_its_file_or_the_list_gives_it(fresh_house: Any, late_model: Any) -> None:
+    late_model.settings = replace(late_model.settings, context=1_000, unlisted=("late-Q4_K_M",))
+    house = fresh_house(others=[late_model])
+    listed = [card["id"] for card in httpx.get(house.url + "/v1/models").json()["data"]]
+    lengths = dict.fromkeys(listed, 30_000) | dict.fromkeys(("late", "late-Q4_K_M", "late-Q4_K_M.gguf"), 1_000)
+    for name, context in lengths.items():
+        for written in (name, f"{name}:latest"):
+            assert client(house).show(written).modelinfo["unknown.context_length"] == context
+    with pytest.raises(ollama.ResponseError, match="served: paper-9b, org/alias, late") as refused:
+        client(house).show("other")
+    assert refused.value.status_code == 404
 
 
 def test_what_is_served_can_be_listed_and_shown(house: Any) -> None:

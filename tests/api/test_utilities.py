@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -54,6 +55,23 @@ def test_props_say_what_this_server_is(house: Any) -> None:
     assert props["default_generation_settings"]["n_ctx"] == 30_000
     assert (props["total_slots"], props["model_alias"]) == (4, "paper-9b")
     assert props["chat_template"] == house.text.template_source
+
+
+def test_props_are_those_of_the_model_that_is_named(fresh_house: Any, late_model: Any) -> None:
+    late_model.settings = replace(late_model.settings, context=1_000, unlisted=("late-Q4_K_M",))
+    house = fresh_house(others=[late_model])
+    for name in ("late", "late:latest", "late-Q4_K_M.gguf"):
+        props = httpx.get(house.url + "/props", params={"model": name}).json()
+        assert (props["model_alias"], props["default_generation_settings"]["n_ctx"]) == ("late", 1_000)
+        assert props["total_slots"] == 0, "it is not loaded"
+    assert httpx.get(house.url + "/props", params={"model": "org/alias"}).json()["model_alias"] == "paper-9b"
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_props_of_an_unknown_model_name_those_that_there_are(fresh_house: Any, late_model: Any, several: bool) -> None:
+    answer = httpx.get(fresh_house(others=[late_model] * several).url + "/props", params={"model": "other"})
+    assert answer.status_code == 404
+    assert "served: paper-9b, org/alias" + ", late" * several in answer.json()["error"]["message"]
 
 
 def test_embeddings_are_refused_in_each_dialect(house: Any) -> None:

@@ -137,7 +137,8 @@ class ModelHost:
     def exactly(self, name: str) -> Slot:
         """The model of this name. Ollama's clients may write NAME:latest for a name without a tag, others the name of
         the file."""
-        for wanted in (name, name.removesuffix(":latest"), name.removesuffix(".gguf")):
+        untagged = name.removesuffix(":latest")
+        for wanted in (name, untagged, untagged.removesuffix(".gguf")):
             for names in ("models", "unlisted"):
                 for slot in self.slots:
                     if wanted in getattr(slot.source.settings, names):

@@ -52,9 +52,8 @@ class RequestRecord:
         if not finished:
             return None
         each = [choice.result.cache for choice in finished]
-        firsts = list(
-            {id(choice.prompt): choice.result.cache for choice in reversed(finished)}.values()
-        )  # the first stays
+        first_of = {id(choice.prompt): choice.result.cache for choice in reversed(finished)}  # what comes last stays
+        firsts = list(first_of.values())
         tiers = dict.fromkeys(tier for cache in firsts for tier in cache.restored_from)
         return CacheReport(
             restored_from={tier: sum(cache.restored_from.get(tier, 0) for cache in firsts) for tier in tiers},

@@ -89,9 +89,11 @@ class Utilities:
         return JSONResponse({"content": text, "prompt": text})
 
     async def props(self, request: Request) -> Response:
-        """Of the model that answers requests which name none; in llama.cpp's words where it has them."""
-        models = self._service.models
-        settings = models.find(None).source.settings
+        """Of the model that `?model=` names, or else of the one that answers requests which name none; in llama.cpp's
+        words where it has them."""
+        models, name = self._service.models, request.query_params.get("model")
+        slot = models.exactly(name) if name else models.find(None)
+        settings, status = slot.source.settings, models.statuses().get(slot)
         sampling, template = settings.card.sampling, settings.facts.template
         return JSONResponse(
             {
@@ -104,7 +106,7 @@ class Utilities:
                         "min_p": sampling.min_p,
                     },
                 },
-                "total_slots": models.status().slots,
+                "total_slots": status.slots if status is not None else 0,  # of a model that is loaded
                 "model_alias": settings.models[0],
                 "models": models.names,
                 "architecture": settings.facts.architecture,
