@@ -103,6 +103,14 @@ class PaperText:
         self.remembered: list[tuple[Prompt, tuple[int, ...], dict[str, Any]]] = []
         self.namespaces: list[str] = []  # of all that was rendered or remembered
 
+    is_counting = False
+
+    @property
+    def beyond_context(self) -> PaperText:
+        text = PaperText()
+        text.is_counting = True
+        return text
+
     takes_tools = True
     template_source = "{% for message in messages %}…{% endfor %}{{ tools }}{{ enable_thinking }}"
     marks: tuple[int, ...] = ()
@@ -160,6 +168,8 @@ class PaperText:
         return self.encode("|".join(["[silent]", *turns] if "[stuck]" in said else turns) + "|", True)
 
     def encode(self, text: str, add_special_tokens: bool) -> Prompt:
+        if "[vast]" in text and not self.is_counting:
+            raise PromptTooLong("the prompt has more tokens than the context", "messages", most=CONTEXT - 1)
         if "[panic]" in text:
             raise PanicException("byte index 1 is not a char boundary")
         return Prompt(tuple(text.encode()) if add_special_tokens else (0, *text.encode()))
@@ -256,6 +266,7 @@ class PaperEngine:
     [silent]  nothing at all until cancelled
     [lost]    three tokens, then StageLost; [bug] the same with an error nobody foresaw
     [ended]   three tokens, then the engine itself ends it as cancelled
+    [vast]    refused by the text side: longer than the context
     [panic]   the tokenizer panics, as its library does: not by an Exception
     [full]    refused: the queue is full; [long] refused: too long; [stopping] refused once it is in the background
     """

@@ -210,6 +210,18 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(house):
     assert whole[0]["top_logprobs"] == []
 
 
+def test_no_seed_of_the_servers_own_is_beyond_what_every_client_reads(house, monkeypatch):
+    """JavaScript's numbers are exact up to 2^53; a client's own seed stays what it was."""
+    monkeypatch.setattr("secrets.randbits", lambda bits: 2**bits - 1)
+    monkeypatch.setattr("secrets.randbelow", lambda bound: bound - 1)
+    reports = house.client().chat.completions.create(model="m", messages=ASK, n=3).model_extra["rekindle"]
+    seeds = [reports["seed"], *(report["seed"] for report in reports["others"])]
+    assert seeds == [request.sampling.seed for request in house.engine.requests[-3:]]
+    assert max(seeds) < 2**53 and len(set(seeds)) == 3
+    own = house.client().chat.completions.create(model="m", messages=ASK, seed=2**62 + 1).model_extra["rekindle"]
+    assert own["seed"] == 2**62 + 1
+
+
 def test_n_answers_have_neighbouring_seeds_and_count_the_prompt_once(house):
     answer = house.client().chat.completions.create(model="m", messages=ASK, n=3, seed=5)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rekindle.api import ModelText, TextPort
-from rekindle.errors import BadRequest
+from rekindle.errors import BadRequest, PromptTooLong
 from rekindle.prompt import BoundaryKind
 from rekindle.text import ChatTemplate, Tokenizer
 
@@ -74,6 +74,16 @@ def test_without_a_template_messages_are_refused_by_name():
     with pytest.raises(BadRequest) as caught:
         text.render([{"role": "user", "content": "x"}], None, True)
     assert caught.value.field == "messages"
+
+
+def test_a_prompt_beyond_the_context_is_counted_and_not_rendered_to_be_run(text):
+    tokenizer = Tokenizer.from_gguf(byte_vocabulary(add_bos=False))
+    narrow = ModelText(tokenizer, ChatTemplate(CHATML, tokenizer), context=20)
+    asked = [{"role": "user", "content": "a question of more than twenty letters"}]
+    with pytest.raises(PromptTooLong):
+        narrow.render(asked, None, True)
+    assert narrow.beyond_context.render(asked, None, True).tokens == text.render(asked, None, True).tokens
+    assert narrow.beyond_context.encode("x" * 21, True).tokens == text.encode("x" * 21, True).tokens
 
 
 def test_watcher_and_shown_text_agree_on_where_an_answer_stops(text):

@@ -50,6 +50,15 @@ def test_a_bad_field_is_named(house: Any, path: str, body: dict[str, Any], param
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"])
+def test_prompts_beyond_the_context_are_counted(house: Any, path: str) -> None:
+    says = {"role": "user", "content": "[vast]"}
+    answer = post(house, path, **{"input" if "responses" in path else "messages": [says]})
+    assert answer.status_code == 200
+    told = answer.json()
+    assert told.get("count", told.get("input_tokens")) == len("user:[vast]|assistant:")
+
+
 def test_props_say_what_this_server_is(house: Any) -> None:
     props = httpx.get(house.url + "/props").json()
     assert props["default_generation_settings"]["n_ctx"] == 30_000

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from rekindle.api.parsing import MAX_PROMPT
 from rekindle.errors import BadRequest, PromptTooLong
 from rekindle.grammar.calls import CallFormat
 from rekindle.grammar.compiler import Compiler, Vocabulary
@@ -104,6 +106,12 @@ class ModelText:
         if self._grammars is None:
             raise BadRequest(f"{field}: this model has no token that ends an answer where its grammar does", field)
         return self._grammars.compile(source, field)
+
+    @property
+    def beyond_context(self) -> ModelText:
+        wider = copy(self)
+        wider._context = max(self._context, MAX_PROMPT)
+        return wider
 
     def render(
         self,

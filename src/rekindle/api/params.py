@@ -19,6 +19,7 @@ from rekindle.prompt import Prompt
 from rekindle.text.parsing import Tool
 
 SEED_MASK = 2**63 - 1
+OWN_SEEDS = 2**53  # the server's own lie below, where the numbers of clients in JavaScript are exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def _is_direct(request: ClientRequest, prompts: Sequence[Prompt], text: TextPort
 
 
 def _sampling(request: ClientRequest, defaults: Sampling) -> Sampling:
-    seed = secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK
+    seed = secrets.randbelow(OWN_SEEDS - request.n) if request.seed is None else request.seed & SEED_MASK
     return replace(defaults, **request.sampling, seed=seed, logprobs=request.logprobs)
 
 

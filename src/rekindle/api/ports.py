@@ -61,6 +61,10 @@ class TextPort(Protocol):
     def compile(self, source: str, field: str) -> Rules:
         """A grammar in the library's form, over the model's vocabulary; raises BadRequest naming the field."""
 
+    @property
+    def beyond_context(self) -> TextPort:
+        """The same for prompts that are counted and not run, which may be longer than the context."""
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

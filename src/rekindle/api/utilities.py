@@ -121,7 +121,7 @@ class Utilities:
 
 
 def _tokenized(body: TokenizeBody, model: ServedModel, namespace: str) -> Json:
-    tokens = list(body.prompt_of(model.text, namespace).tokens)
+    tokens = list(body.prompt_of(model.text.beyond_context, namespace).tokens)
     pieces = [model.text.token_bytes(token) for token in tokens]
     answer: Json = {"tokens": tokens, "count": len(tokens), "max_model_len": model.settings.context}
     if body.with_pieces:

@@ -99,7 +99,7 @@ class _Counter:
 
 
 def _count_tokens(body: PromptBody, model: ServedModel, namespace: str) -> int:
-    (prompt,) = body.conversation.render(model.text, namespace)
+    (prompt,) = body.conversation.render(model.text.beyond_context, namespace)
     return len(prompt.tokens)
 
 

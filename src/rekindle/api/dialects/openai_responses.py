@@ -320,7 +320,7 @@ class OpenAIResponses(OpenAIDialect):
         return [*super().routes(service), Route(f"{self.path}/input_tokens", count, methods=["POST"])]
 
     def _count(self, body: ResponsesBody, model: ServedModel, namespace: str) -> int:
-        (prompt,) = self.request(body).source.render(model.text, namespace)
+        (prompt,) = self.request(body).source.render(model.text.beyond_context, namespace)
         return len(prompt.tokens)
 
     def writer(self, body: ResponsesBody, generation: Generation, settings: Settings) -> ResponsesWriter:
