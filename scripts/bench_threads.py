@@ -55,7 +55,7 @@ def measure(url: str, process: int, load: Load) -> dict[str, float]:
     return {
         "event_loop_us": round(1e6 * loop / row.answered, 1),
         "others_us": round(1e6 * others / row.answered, 1),
-        "tokens_per_second": row.throughput,
+        "tokens_per_second": row.output_tokens_per_second,
     }
 
 

@@ -333,7 +333,9 @@ class LoadRow:
     gap_p99: float
     gap_worst: float
     decode: float  # tokens per second of one answer, behind its first; the median
-    throughput: float  # tokens sent and answered per second, of all together
+    # Of all requests together, from the first one sent to the last token.
+    output_tokens_per_second: float  # of answers
+    prompt_tokens_per_second: float  # sent, restored or computed
     sent: int  # prompt tokens
     restored: dict[str, int]  # by tier
     computed: int
@@ -385,7 +387,8 @@ def _row(what: str, answers: Sequence[ServedAnswer]) -> LoadRow:
         gap_p99=share_below(gaps, 0.99),
         gap_worst=share_below(gaps, 1.0),
         decode=round(share_below(speeds, 0.5), 1),
-        throughput=round((sent + answered) / (ended - began), 1) if ended > began else 0.0,
+        output_tokens_per_second=round(answered / (ended - began), 1) if ended > began else 0.0,
+        prompt_tokens_per_second=round(sent / (ended - began), 1) if ended > began else 0.0,
         sent=sent,
         restored=add_up([answer.restored for answer in good]),
         computed=sum(answer.computed for answer in good),

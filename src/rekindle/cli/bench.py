@@ -119,7 +119,8 @@ def serve(
 
 
 def load_table(rows: Sequence[LoadRow]) -> Table:
-    table = Table("", "n", "first token", "last", "gap", "worst", "tok/s", "restored", "computed", box=None)
+    names = ("", "n", "first token", "last", "gap", "worst", "tok/s", "all", "restored", "computed")
+    table = Table(*names, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for row in rows:
         table.add_row(
             row.what,
@@ -129,11 +130,13 @@ def load_table(rows: Sequence[LoadRow]) -> Table:
             f"{row.gap_p50:,.1f}…{row.gap_p99:,.1f}",
             f"{row.gap_worst:,.1f}",
             f"{row.decode:,.0f}",
+            f"{row.output_tokens_per_second:,.0f}",
             f"{sum(row.restored.values()):,}",
             f"{row.computed:,}",
         )
     table.caption = (
-        "ms: first token (median…worst), last of the first tokens since the first request, gap (median…p99), worst gap"
+        "ms: first token (median…worst), last of the first tokens since the first request, gap (median…p99), worst gap; "
+        "tokens of answers per second: of one, of all together"
     )
     return table
 
