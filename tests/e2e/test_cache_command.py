@@ -28,18 +28,22 @@ def info(number: int, fingerprint: str) -> SnapshotInfo:
 
 
 @pytest.mark.parametrize(("count", "left_out"), [(20, 0), (25, 5)])
-def test_a_list_shows_the_latest_of_every_model_and_says_how_many_it_leaves_out(
+def test_a_list_shows_the_latest_of_every_model_its_size_and_how_many_it_leaves_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, left_out: int
 ) -> None:
-    found = [info(number, "big") for number in range(count)] + [info(99, "small")]
+    found = [info(number, "b" * 64) for number in range(count)] + [info(99, "c" * 64)]
     monkeypatch.setattr(cache, "list_snapshots", lambda folder: found)
+    monkeypatch.setattr(cache, "held_bytes", lambda folder, fingerprint: {"b": 9 << 10, "c": 2 << 10}[fingerprint[0]])
     short, whole = run("list", "--cache-dir", tmp_path), run("list", "--cache-dir", tmp_path, "--all")
     assert len(re.findall("^0000", short, re.MULTILINE)) == count - left_out + 1
     assert len(re.findall("^0000", whole, re.MULTILINE)) == count + 1
     assert ("and 5 that were used before these; --all lists them" in short) == bool(left_out)
     assert "--all" not in whole
     assert len(json.loads(run("list", "--cache-dir", tmp_path, "--json"))) == count + 1
-    assert all(f"{count + 1} snapshots, {count + 1}.0 MiB" in text for text in (short, whole))
+    for text in (short, whole):
+        for said in (f"{count} snapshots, 9.0 KiB on disk: {count}.0 MiB", "1 snapshots, 2.0 KiB on disk: 1.0 MiB"):
+            assert said in text
+        assert f"in all {count + 1} snapshots, 11.0 KiB on disk: {count + 1}.0 MiB" in text
 
 
 def manifest_of_a_large_model() -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 from support.paper_snapshots import FINGERPRINT, PaperModel, same
 
 from rekindle.cli.cache import list_command
+from rekindle.config import show_bytes
 from rekindle.errors import BadConfig, BadSnapshotFile
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots import tools
@@ -48,6 +49,17 @@ def test_list_and_show_name_every_snapshot(directory: Path) -> None:
     assert (shown["position"], shown["conversation"]) == (200, "c1")
     with pytest.raises(BadConfig):
         tools.show_snapshot(directory, "")
+
+
+def test_a_list_ends_with_what_lies_on_disk_where_shared_pages_lie_once(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = sum(info.total_bytes for info in tools.list_snapshots(directory))
+    stored = sum(path.stat().st_size for path in directory.glob("*/objects/*"))
+    stored += sum(path.stat().st_size for path in directory.glob("*/manifests/*"))
+    assert stored < shared
+    list_command(directory)
+    assert f"4 snapshots, {show_bytes(stored)} on disk" in capsys.readouterr().out
 
 
 def test_list_works_while_a_server_holds_the_lock(directory: Path) -> None:

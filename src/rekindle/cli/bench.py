@@ -135,8 +135,8 @@ def load_table(rows: Sequence[LoadRow]) -> Table:
             f"{row.computed:,}",
         )
     table.caption = (
-        "ms: first token (median…worst), last of the first tokens since the first request, gap (median…p99), worst gap; "
-        "tokens of answers per second: of one, of all together"
+        "ms: first token (median…worst), last of the first tokens since the first request, gap (median…p99), worst gap"
+        "; tokens of answers per second: of one, of all together"
     )
     return table
 

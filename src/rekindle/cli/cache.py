@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from rich.text import Text
 from rekindle.config import parse_bytes, printable, show_bytes, snapshot_folder
 from rekindle.errors import BadConfig
 from rekindle.snapshots.about import in_words
+from rekindle.snapshots.folder import held_bytes
 from rekindle.snapshots.tools import (
     SnapshotInfo,
     export_chain,
@@ -59,7 +60,8 @@ def list_command(
         )
         return
     out = Console()
-    for fingerprint in dict.fromkeys(info.fingerprint for info in found):
+    models = dict.fromkeys(info.fingerprint for info in found)
+    for fingerprint in models:
         alike = [info for info in found if info.fingerprint == fingerprint]
         about = (
             in_words(alike[0].about) or f"{fingerprint[:SHOWN]}, of which nothing says what model and settings it was"
@@ -68,8 +70,14 @@ def list_command(
         out.print(_table(alike if whole else alike[:LISTED]))
         if len(alike) > LISTED and not whole:
             out.print(f"and {len(alike) - LISTED:,} that were used before these; --all lists them", highlight=False)
-    own = show_bytes(sum(info.own_bytes for info in found))
-    print(f"{len(found)} snapshots, {own} beside the pages that they share")
+        if len(models) > 1:
+            print(_size(alike, held_bytes(place, fingerprint)))
+    print(("in all " if len(models) > 1 else "") + _size(found, sum(held_bytes(place, each) for each in models)))
+
+
+def _size(some: Sequence[SnapshotInfo], held: int) -> str:
+    own = show_bytes(sum(info.own_bytes for info in some))
+    return f"{len(some)} snapshots, {show_bytes(held)} on disk: {own} of their own and the pages that they share"
 
 
 def _table(alike: list[SnapshotInfo]) -> Table:

@@ -45,8 +45,9 @@ def folder_of(directory: Path, fingerprint: str) -> Path:
 
 
 def held_bytes(directory: Path, fingerprint: str) -> int:
-    """What the objects of a model take on disk."""
-    return sum(_sizes_of(folder_of(directory, fingerprint) / "objects").values())
+    """What the manifests and objects of a model take on disk."""
+    folder = folder_of(directory, fingerprint)
+    return sum(_sizes_of(folder / "manifests", ".json").values()) + sum(_sizes_of(folder / "objects").values())
 
 
 class StoreFolder:
@@ -167,12 +168,12 @@ class StoreFolder:
             old.with_name(f"{old.name}.reason").unlink(missing_ok=True)
 
 
-def _sizes_of(objects: Path) -> dict[str, int]:
-    """Bytes by name; a file whose name is no object's is not ours."""
+def _sizes_of(folder: Path, ending: str = "") -> dict[str, int]:
+    """Bytes by name; a file whose name is no object's, or without its ending no manifest's, is not ours."""
     sizes = {}
-    for path in _files_in(objects):
+    for path in _files_in(folder):
         with contextlib.suppress(OSError):  # evicted by the writer while we read, or not ours to look at
-            if NAME.fullmatch(path.name):
+            if path.name.endswith(ending) and NAME.fullmatch(path.name.removesuffix(ending)):
                 sizes[path.name] = path.lstat().st_size
     return sizes
 
