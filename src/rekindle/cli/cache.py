@@ -77,7 +77,7 @@ def list_command(
 
 def _size(some: Sequence[SnapshotInfo], held: int) -> str:
     own = show_bytes(sum(info.own_bytes for info in some))
-    return f"{len(some)} snapshots, {show_bytes(held)} on disk: {own} of their own and the pages that they share"
+    return f"{len(some)} snapshots, {show_bytes(held)} on disk: {own} of their own, and shared pages"
 
 
 def _table(alike: list[SnapshotInfo]) -> Table:
