@@ -38,7 +38,6 @@ from rekindle.bench.synth import SHAPES, tensors_of
 from rekindle.kernels.matmul import fragments, skinny, stream_k, tensor_core
 from rekindle.kernels.matmul import triton as fast
 from rekindle.kernels.matmul.skinny import SkinnyConfig
-from rekindle.kernels.matmul.stream_k import StreamKShape
 from rekindle.kernels.matmul.types import Packed
 from rekindle.spec import DeltaSpec
 
@@ -146,35 +145,21 @@ def variants(launch: Launch, rows: int) -> Iterator[SkinnyConfig]:
     else:
         every = [config(1, 4), config(1, 8), config(1, 4, ordered=True), config(1, 8, ordered=True)]
         every += [config(2, 4, ordered=True)]
-        if "Q6_K" in launch.name:
-            every += [config(1, 4, registers=96, ordered=True)]
         if "down" in launch.name:
             every += [config(1, 4, ordered=True, parts=2), config(1, 4, parts=2)]
-            every += [config(1, 4, registers=96, ordered=True, parts=2)]
         elif launch.width >= tensor_core.WIDE:
             every += [config(1, 4, 2, ordered=True), config(1, 2, ordered=True)]
     if rows <= 8:
         yield from every
         return
-    yield from (each for each in every if each.ordered and each.tiles == 1 and not each.registers)
+    yield from (each for each in every if each.ordered and each.tiles == 1)
     parts = 2 if "down" in launch.name else 1
-    yield from (config(1, 4, 2, registers, True, parts) for registers in (0, 168))
-    yield config(1, 2, 2, 0, True, parts)
-
-
-def stream_k_form(launch: Launch, shape: StreamKShape) -> Form:
-    if launch.paired:
-        return lambda x, weights: [stream_k.swiglu(x, *weights, shape)]
-    return lambda x, weights: stream_k.multiply(x, weights, shape)
-
-
-STREAM_K = StreamKShape(4, 3, tiles=2), StreamKShape(4, 2, tiles=2), StreamKShape(8, 1, tiles=2)  # for 9 rows and more
+    yield from (config(1, across, 2, True, parts) for across in (2, 4))
 
 
 def label_of(config: SkinnyConfig) -> str:
     words = "ord" if config.ordered else "lie"
     words += f" {config.down}x{config.across}"
-    words += f" r{config.registers}" if config.registers else ""
     return words + (" 2 tiles" if config.tiles == 2 else "") + (f" {config.parts} parts" if config.parts > 1 else "")
 
 
@@ -183,9 +168,7 @@ def forms_of(launch: Launch, rows: int) -> dict[str, Form]:
     if rows == 1:
         return {"house": house_form(launch)}
     found: dict[str, Form] = {"old": old_form(launch, rows), "house": house_form(launch)}
-    found |= {label_of(each): skinny_form(launch, each) for each in variants(launch, rows)}
-    shared = STREAM_K if rows > 8 and stream_k.pays(rows, launch.width * launch.columns) else ()
-    return found | {f"stream-k {each.warps}x{each.resident} 2 tiles": stream_k_form(launch, each) for each in shared}
+    return found | {label_of(each): skinny_form(launch, each) for each in variants(launch, rows)}
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------

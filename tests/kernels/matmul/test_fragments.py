@@ -57,4 +57,4 @@ def test_rows_are_laid_out_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> Non
     packed, wide = (dataclasses.replace(made("Q4_K", 16, 256)[0], rows=rows) for rows in (16, 8192))
     for rows, weight in ((1, packed), (2, packed), (8, wide), (16, wide), (17, wide), (32, wide)):
         fast.multiply(drawn(rows, 256, dtype=BF16), weight)
-    assert taken == [tensor_core, skinny, skinny, tensor_core, fragments, fragments]
+    assert taken == [tensor_core, skinny, skinny, skinny, fragments, fragments]

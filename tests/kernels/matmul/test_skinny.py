@@ -34,6 +34,7 @@ def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
         (8, SkinnyConfig(2, 2, 2)),
         (5, SkinnyConfig(2, 1, ordered=True)),
         (11, SkinnyConfig(1, 4, 2, ordered=True)),
+        (13, SkinnyConfig(1, 2, 2, ordered=True)),
         (16, SkinnyConfig(1, 2)),
     ],
 )
@@ -115,9 +116,10 @@ def test_a_row_gives_the_same_beside_other_rows_and_however_many(config: SkinnyC
 
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize("six_bits", [True, False])
+@pytest.mark.parametrize("rows", [2, 8, 9, 16])
 @pytest.mark.parametrize(("width", "columns"), [(5120, 17408), (34816, 5120), (32, 256), (2048, 512)])
-def test_a_config_fits_the_matrix(width: int, columns: int, six_bits: bool, paired: bool) -> None:
-    config = skinny.skinny_config(width, columns, torch.device("cpu"), paired, six_bits)
+def test_a_config_fits_the_matrix(width: int, columns: int, rows: int, six_bits: bool, paired: bool) -> None:
+    config = skinny.skinny_config(rows, width, columns, torch.device("cpu"), paired, six_bits)
     assert config.tiles * config.down % 2 == 0 or not paired
     assert 1 <= config.warps <= 8
     assert config.across <= max(1, columns // 256)

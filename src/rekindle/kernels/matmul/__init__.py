@@ -12,17 +12,16 @@ silu(gate x) · (up x), in one launch.
     tensor cores, 4096 × 4096         9-32        fragments
     tensor cores, 4096 × 4096         33-         expand
     tensor cores, 8192 × 2048         1           gemv
-    tensor cores, 8192 × 2048         2-8         skinny
-    tensor cores, 8192 × 2048         9-16        tensor_core
+    tensor cores, 8192 × 2048         2-16        skinny
     tensor cores, 8192 × 2048         17-32       fragments
     tensor cores, 8192 × 2048         33-         expand
     tensor cores, 16384 × 4096        1           gemv
-    tensor cores, 16384 × 4096        2-8         skinny
-    tensor cores, 16384 × 4096        9-32        stream_k
+    tensor cores, 16384 × 4096        2-16        skinny
+    tensor cores, 16384 × 4096        17-32       stream_k
     tensor cores, 16384 × 4096        33-         expand
     tensor cores, 151936 × 2048       1           gemv
-    tensor cores, 151936 × 2048       2-8         skinny
-    tensor cores, 151936 × 2048       9-32        stream_k
+    tensor cores, 151936 × 2048       2-16        skinny
+    tensor cores, 151936 × 2048       17-32       stream_k
     tensor cores, 151936 × 2048       33-         expand
     otherwise                         1           scalar_gemv
     otherwise                         2-127       tiled

@@ -37,7 +37,7 @@ from rekindle.kernels.matmul.mma import (
     store_tile,
 )
 from rekindle.kernels.matmul.ptx import load_two, mma, threads
-from rekindle.kernels.matmul.stream_k import block_products, gated, silu_times_quads
+from rekindle.kernels.matmul.stream_k import block_products, gated
 from rekindle.kernels.matmul.tensor_core import (
     LARGE,
     LONG,
@@ -54,8 +54,8 @@ from rekindle.kernels.matmul.tensor_core import (
 from rekindle.kernels.matmul.tiles import bits_of, has_minimum
 from rekindle.kernels.matmul.types import Packed
 
-SKINNY_ROWS = 8  # with more, Stream-K is faster
-MOST_ROWS = 16  # that these kernels can take
+SKINNY_ROWS = 8  # of any launch …
+MOST_ROWS = 16  # … and of a wide one; with more rows, or of a narrow launch, Stream-K is faster
 AT_ONCE = 7  # programs of four warps on a multiprocessor, of Q4_K
 
 
@@ -63,14 +63,12 @@ class SkinnyConfig(NamedTuple):
     """Warps of a program: `down` along the outputs, which read the same x, times `across` along the columns.
 
     A warp has `tiles` (one or two) of 16 outputs; of gate and up it has one each, or its neighbour has the other.
-    `registers` that a thread may take, 0: any number. `ordered`: a launch of its own puts x in fragment order first.
-    `parts` of the columns, with programs of their own.
+    `ordered`: a launch of its own puts x in fragment order first. `parts` of the columns, with programs of their own.
     """
 
     down: int
     across: int
     tiles: int = 1
-    registers: int = 0
     ordered: bool = False
     parts: int = 1
 
@@ -415,6 +413,19 @@ def store_quads(out, acc, rows, at, width):
     store_one(out, acc[3], m + 1, rows, n + 8, width)
 
 
+@triton.jit
+def silu_times(gate, up):
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def silu_times_quads(gate, up):
+    """silu(gate) · up, where a thread holds both."""
+    g0, g1, g2, g3 = gate
+    u0, u1, u2, u3 = up
+    return silu_times(g0, u0), silu_times(g1, u1), silu_times(g2, u2), silu_times(g3, u3)
+
+
 # ---- launches -----------------------------------------------------------------------------------------------------
 
 
@@ -541,14 +552,21 @@ def _gated_skinny_kernel(
         store_quads(out, silu_times_quads(gate, up), rows, first_of, width)
 
 
+def pays(rows: int, width: int) -> bool:
+    """Whether rows through a launch of `width` outputs are faster so than as Stream-K."""
+    return rows <= SKINNY_ROWS or (rows <= MOST_ROWS and width >= WIDE)
+
+
 def skinny_config(
-    width: int, columns: int, device: torch.device, paired: bool = False, six_bits: bool = False
+    rows: int, width: int, columns: int, device: torch.device, paired: bool = False, six_bits: bool = False
 ) -> SkinnyConfig:
     """For a launch of `width` outputs (of gate alone, where they are paired). `six_bits`: one of the matrices is Q6_K.
     The fastest of those timed on an H200, or near it (docs/LOG.md): x in order where the launch runs long enough to pay
-    for that; two tiles a warp where programs of one do not all fit the card."""
+    for that; two tiles a warp where programs of one do not all fit the card, or where x of 16 rows is read."""
     most = 1 << (columns // 256).bit_length() - 1  # no warp without two groups of its own
     long = (1 + paired) * width * columns >= LARGE
+    if rows > SKINNY_ROWS:
+        return SkinnyConfig(1, min(2, most), tiles=2 if long or paired or not six_bits else 1, ordered=True)
     if paired:
         two = long and not six_bits
         return SkinnyConfig(1 if two else 2, min(4, most), tiles=2 if two else 1, ordered=long)
@@ -576,7 +594,7 @@ def multiply(
     """As `tensor_core.multiply`, for several rows. With parts the only output is [parts, rows, out] in float32."""
     rows, columns = x.shape
     x, line = readable(x), line_up(x, weights, 1 if config is None else config.parts)
-    config = config or skinny_config(sum(line.widths), columns, x.device, six_bits="Q6_K" in line.types)
+    config = config or skinny_config(rows, sum(line.widths), columns, x.device, six_bits="Q6_K" in line.types)
     assert config.parts == 1 or len(weights) == 1, "parts are of one matrix"
     programs = line.tiles(True, 16) + line.tiles(False, 16 * config.tiles * config.down)
     _skinny_kernel[(config.parts, programs)](
@@ -591,7 +609,7 @@ def swiglu(
 ) -> Tensor:
     """silu(gate x) · (up x); both matrices of one type."""
     rows, columns = x.shape
-    config = config or skinny_config(gate.rows, columns, x.device, paired=True, six_bits=gate.type == "Q6_K")
+    config = config or skinny_config(rows, gate.rows, columns, x.device, paired=True, six_bits=gate.type == "Q6_K")
     assert config.tiles * config.down % 2 == 0, "gate and up are two tiles"
     x = readable(x)
     out = torch.empty(rows, gate.rows, dtype=x.dtype, device=x.device)
@@ -618,6 +636,5 @@ def _arguments(x: Tensor, config: SkinnyConfig, prefetch: Packed | None) -> dict
     pdl = pdl_arguments(x.device)
     return {
         "DOWN": config.down, "ACROSS": config.across, "ORDERED": config.ordered,
-        "PREFETCH": pdl["PDL"] and prefetch is not None, "num_warps": config.warps, "num_stages": 1,
-        **({"maxnreg": config.registers} if config.registers else {}), **pdl,
+        "PREFETCH": pdl["PDL"] and prefetch is not None, "num_warps": config.warps, "num_stages": 1, **pdl,
     }  # fmt: skip

@@ -1,10 +1,9 @@
 """Stream-K: two to FEW_ROWS rows through large grouped planes in NVIDIA's tensor cores, x in `fragments` order.
 
-The warps of a program stand along the outputs, so that they read the same x; a warp may have two tiles of 16 outputs,
-and then reads x once for both. As many programs run as the card holds at once, each with an equal share of the work,
-counted in units: a block of outputs by one group of columns. Where a share ends inside a block its partial sums go to
-memory, and the last program of the block to finish adds them up in the order of the columns: the same bits on every
-run.
+The warps of a program stand along the outputs, so that they read the same x. As many programs run as the card holds at
+once, each with an equal share of the work, counted in units: a block of outputs by one group of columns. Where a share
+ends inside a block its partial sums go to memory, and the last program of the block to finish adds them up in the order
+of the columns: the same bits on every run.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -44,12 +43,10 @@ LEAST = 7 << 22  # values of a launch: a small one has no time to share
 
 
 class StreamKShape(NamedTuple):
-    """Warps of a program, programs that a multiprocessor holds, and tiles of 16 outputs that a warp has, one or two; of
-    gate and up a warp has one each, or its neighbour has the other."""
+    """Warps of a program, and programs that a multiprocessor holds."""
 
     warps: int
     resident: int
-    tiles: int = 1
 
     @property
     def registers(self) -> int:
@@ -170,27 +167,6 @@ def load_step(first, second, group, end, ahead: tl.constexpr, TYPE: tl.constexpr
     return load_row(moved_on(first, ahead), group, live, TYPE), load_row(moved_on(second, ahead), group, live, TYPE)
 
 
-@triton.jit
-def load_steps(tile, tile2, group, end, ahead: tl.constexpr, TYPE: tl.constexpr, TILES: tl.constexpr):
-    """Of one tile, or of two."""
-    step = load_step(tile[0], tile[1], group, end, ahead, TYPE)
-    return step, load_step(tile2[0], tile2[1], group, end, ahead, TYPE) if TILES == 2 else step
-
-
-@triton.jit
-def tile_at(planes, row, row2, group, t, COLUMNS: tl.constexpr):
-    """Both rows of a tile, from this group on."""
-    codes, high_bits, scales, super_scales = planes
-    first = planes_at(codes, high_bits, scales, super_scales, row, group, t, COLUMNS)
-    return first, planes_at(codes, high_bits, scales, super_scales, row2, group, t, COLUMNS)
-
-
-@triton.jit
-def tile_moved_on(tile, groups: tl.constexpr):
-    first, second = tile
-    return moved_on(first, groups), moved_on(second, groups)
-
-
 # ---- products -----------------------------------------------------------------------------------------------------
 
 
@@ -252,56 +228,50 @@ def block_products(acc, step, factor, factor2, b, sums, i: tl.constexpr, TYPE: t
 
 
 @triton.jit
-def step_products(acc, acc2, steps, x, lifts, group, TYPE: tl.constexpr, TILES: tl.constexpr):
-    """acc += a group's weights times x (x and lifts are addresses of group 0, [N_TILES, threads]); acc2 += those of the
-    second tile, where there are two."""
+def step_products(acc, step, x, lifts, group, TYPE: tl.constexpr):
+    """acc += a group's weights times x (x and lifts are addresses of group 0, [N_TILES, threads])."""
     N_TILES: tl.constexpr = x.shape[0]
     x += group * (N_TILES * 2048)
     lifts += group * (N_TILES * 256)
-    step, step2 = steps
     factor, factor2 = factors(step[0][6], TYPE), factors(step[1][6], TYPE)
-    if TILES == 2:
-        factor3, factor4 = factors(step2[0][6], TYPE), factors(step2[1][6], TYPE)
     for i in tl.static_range(4):
         b = load_piece(x + i * (N_TILES * 512))
         sums = load_sums(lifts + i * (N_TILES * 64)) if has_minimum(TYPE) else b  # else of no use
         acc = block_products(acc, step, factor, factor2, b, sums, i, TYPE)
-        if TILES == 2:
-            acc2 = block_products(acc2, step2, factor3, factor4, b, sums, i, TYPE)
-    return acc, acc2
+    return acc
 
 
 @triton.jit
 def piece_products(
-    x, lifts, tile, tile2, begin, end,
-    TYPE: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+    x, lifts, codes, high_bits, scales, super_scales, row, row2, begin, end,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a matrix, or two, from the group `begin` on, times x over the groups begin … end - 1: four [N_TILES,
-    threads] for each. The next step is loaded while this one is multiplied.
+    """Rows `row` and `row2` of a matrix times x over the groups begin … end - 1: four [N_TILES, threads]. The
+    next step is loaded while this one is multiplied.
 
     PDL: the launch that writes x may still run, so gdc_wait stands before x is read.
     """
+    t = threads(row.shape[1] // 32)[1]
     nought = tl.zeros(x.shape, tl.float32)
     acc = (nought, nought, nought, nought)
-    acc2 = acc
-    t = threads(x.shape[1] // 32)[1]
-    steps = load_steps(tile, tile2, begin, end, 0, TYPE, TILES)
-    others = load_steps(tile, tile2, begin, end, 1, TYPE, TILES)
+    first = planes_at(codes, high_bits, scales, super_scales, row, begin, t, COLUMNS)
+    second = planes_at(codes, high_bits, scales, super_scales, row2, begin, t, COLUMNS)
+    step = load_step(first, second, begin, end, 0, TYPE)
+    other = load_step(first, second, begin, end, 1, TYPE)
     if PDL:
         gdc_wait()
     hold(t)
     for group in range(begin, end, 2):
-        acc, acc2 = step_products(acc, acc2, steps, x, lifts, group, TYPE, TILES)
-        steps = load_steps(tile, tile2, group, end, 2, TYPE, TILES)
+        acc = step_products(acc, step, x, lifts, group, TYPE)
+        step = load_step(first, second, group, end, 2, TYPE)
         hold(t)
         if group + 1 < end:
-            acc, acc2 = step_products(acc, acc2, others, x, lifts, group + 1, TYPE, TILES)
-        others = load_steps(tile, tile2, group, end, 3, TYPE, TILES)
+            acc = step_products(acc, other, x, lifts, group + 1, TYPE)
+        other = load_step(first, second, group, end, 3, TYPE)
         hold(t)
-        tile = tile_moved_on(tile, 2)
-        if TILES == 2:
-            tile2 = tile_moved_on(tile2, 2)
-    return acc, acc2
+        first = moved_on(first, 2)
+        second = moved_on(second, 2)
+    return acc
 
 
 @triton.jit
@@ -314,19 +284,6 @@ def gated(acc, N_TILES: tl.constexpr, PAIRS: tl.constexpr):
     c0, c1 = tl.split(upper)
     c2, c3 = tl.split(lower)
     return c0, c1, c2, c3
-
-
-@triton.jit
-def silu_times(gate, up):
-    return gate * tl.sigmoid(gate) * up
-
-
-@triton.jit
-def silu_times_quads(gate, up):
-    """silu(gate) · up, where a thread holds both."""
-    g0, g1, g2, g3 = gate
-    u0, u1, u2, u3 = up
-    return silu_times(g0, u0), silu_times(g1, u1), silu_times(g2, u2), silu_times(g3, u3)
 
 
 # ---- stream-k -----------------------------------------------------------------------------------------------------
@@ -360,11 +317,11 @@ def saved(p, SIZE: tl.constexpr):
 
 
 @triton.jit
-def added_up(partials, first, last, SIZE: tl.constexpr, TILES: tl.constexpr):
+def added_up(partials, first, last, SIZE: tl.constexpr):
     """The pieces of programs first … last, in this order."""
-    c0, c1, c2, c3 = saved(partials + (2 * first + 1) * (4 * TILES * SIZE), SIZE)
+    c0, c1, c2, c3 = saved(partials + (2 * first + 1) * (4 * SIZE), SIZE)
     for program in range(first + 1, last + 1):
-        d0, d1, d2, d3 = saved(partials + 2 * program * (4 * TILES * SIZE), SIZE)
+        d0, d1, d2, d3 = saved(partials + 2 * program * (4 * SIZE), SIZE)
         c0 += d0
         c1 += d1
         c2 += d2
@@ -374,67 +331,54 @@ def added_up(partials, first, last, SIZE: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def stream_k_matrix(
-    values, lifts, rows, partials, semaphores, program, programs, units, before, out, planes, planes2, width,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, GATED: tl.constexpr, N_TILES: tl.constexpr, TILES: tl.constexpr,
+    values, lifts, rows, partials, semaphores, program, programs, units, before,
+    out, codes, high_bits, scales, super_scales, width,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, GATED: tl.constexpr, N_TILES: tl.constexpr,
     WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What this program has to do of one matrix, which comes after `before` units of others. GATED: with two tiles a
-    warp has 16 rows of gate, at `planes`, and of up, at `planes2`; with one `planes` of even warps are those of gate,
-    of odd warps those of up, and two of them take the same outputs.
+    """What this program has to do of one matrix, which comes after `before` units of others. GATED: planes of even
+    warps are those of gate, of odd warps those of up, and two of them take the same outputs.
 
     PDL: a program triggers the dependent launch when it has its sums of the matrix in which its share begins; one
     without a share triggers it as it ends."""
     SIZE: tl.constexpr = N_TILES * 32 * WARPS
-    EACH: tl.constexpr = 1 if GATED else TILES  # tiles of 16 outputs that a warp has …
-    BESIDE: tl.constexpr = TILES * WARPS // 2 if GATED else TILES * WARPS  # … and a block
+    TILES: tl.constexpr = WARPS // 2 if GATED else WARPS  # of 16 outputs in a block
     groups: tl.constexpr = COLUMNS // 128
     g, t, warp = threads(WARPS)
     eight = tl.arange(0, N_TILES)[:, None]
     x_at = (values + 8 * (32 * eight + 4 * g + t)).to(tl.int64)
     lifts_at = (lifts + 16 * eight + 4 * t).to(tl.int64)
     quads_at = partials + eight * (32 * WARPS) + tl.arange(0, 32 * WARPS)[None, :]
-    place = tl.arange(0, 32 * (BESIDE // EACH))[None, :]
+    place = tl.arange(0, 32 * TILES)[None, :]
     lo = tl.maximum(program * units // programs - before, 0)
-    hi = tl.minimum((program + 1) * units // programs - before, tl.cdiv(width, 16 * BESIDE) * groups)
+    hi = tl.minimum((program + 1) * units // programs - before, tl.cdiv(width, 16 * TILES) * groups)
     stop = tl.where((hi > lo) & (program >= 0), tl.cdiv(hi, groups), lo // groups)
     for block in range(lo // groups, stop):
         begin = tl.maximum(lo - block * groups, 0)
         end = tl.minimum(hi - block * groups, groups)
-        # A warp's first output: warps stand side by side, but two with one tile each, of gate and of up, share theirs.
-        n = (block * BESIDE + warp * EACH // (EACH * WARPS // BESIDE)) * 16 + g
-        tile = tile_at(planes, tl.minimum(n, width - 1), tl.minimum(n + 8, width - 1), begin, t, COLUMNS)
-        if not GATED:
-            n += 16
-        tile2 = tile
-        if TILES == 2:
-            tile2 = tile_at(planes2, tl.minimum(n, width - 1), tl.minimum(n + 8, width - 1), begin, t, COLUMNS)
-        acc, acc2 = piece_products(x_at, lifts_at, tile, tile2, begin, end, TYPE, TILES, PDL)
+        n = (block * TILES + warp // (WARPS // TILES)) * 16 + g
+        c0, c1, c2, c3 = piece_products(
+            x_at, lifts_at, codes, high_bits, scales, super_scales, tl.minimum(n, width - 1),
+            tl.minimum(n + 8, width - 1),
+            begin, end, COLUMNS, TYPE, PDL,
+        )  # fmt: skip
         if PDL:  # noqa: SIM102  decided at compile time; the inner one on the device
             if block == stop - 1:
                 gdc_launch_dependents()
         complete = (begin == 0) & (end == groups)
         if not complete:
-            own = quads_at + (2 * program + (begin == 0).to(tl.int32)) * (4 * TILES * SIZE)
-            save(own, acc, SIZE)
-            if TILES == 2:
-                save(own + 4 * SIZE, acc2, SIZE)
+            save(quads_at + (2 * program + (begin == 0).to(tl.int32)) * (4 * SIZE), (c0, c1, c2, c3), SIZE)
             first = program_of_unit(before + block * groups, programs, units)
             last = program_of_unit(before + (block + 1) * groups - 1, programs, units)
             complete = is_last_program(semaphores + before // groups + block, last - first + 1)
             if complete:
-                acc = added_up(quads_at, first, last, SIZE, TILES)
-                if TILES == 2:
-                    acc2 = added_up(quads_at + 4 * SIZE, first, last, SIZE, TILES)
+                c0, c1, c2, c3 = added_up(quads_at, first, last, SIZE)
         if complete:
-            o = (block * BESIDE + place // 32 * EACH) * 16 + place % 32 // 4
-            if not GATED:
-                store_quads(out, acc, rows, o, width)
-                if TILES == 2:
-                    store_quads(out, acc2, rows, o + 16, width)
-            elif TILES == 2:
-                store_quads(out, silu_times_quads(acc, acc2), rows, o, width)
+            o = (block * TILES + place // 32) * 16 + place % 32 // 4
+            if GATED:
+                store_quads(out, gated((c0, c1, c2, c3), N_TILES, TILES), rows, o, width)
             else:
-                store_quads(out, gated(acc, N_TILES, BESIDE), rows, o, width)
+                store_quads(out, (c0, c1, c2, c3), rows, o, width)
 
 
 @triton.jit
@@ -470,7 +414,7 @@ def dense_tile(
 def _segment(
     x, x_stride, values, lifts, rows, partials, semaphores, program, programs, units, before, tile,
     out, codes, high_bits, scales, super_scales, width,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One of the matrices; returns units before the next one, and the tile counted from the next dense one."""
@@ -478,12 +422,11 @@ def _segment(
         dense_tile(x, x_stride, rows, out, codes, width, tile, COLUMNS, N_TILES, WARPS, PDL)
         return before, tile - tl.cdiv(width, 16)
     else:
-        planes = codes, high_bits, scales, super_scales
         stream_k_matrix(
-            values, lifts, rows, partials, semaphores, program, programs, units, before, out, planes, planes, width,
-            COLUMNS, TYPE, False, N_TILES, TILES, WARPS, PDL,
+            values, lifts, rows, partials, semaphores, program, programs, units, before,
+            out, codes, high_bits, scales, super_scales, width, COLUMNS, TYPE, False, N_TILES, WARPS, PDL,
         )  # fmt: skip
-        return before + tl.cdiv(width, 16 * TILES * WARPS) * (COLUMNS // 128), tile
+        return before + tl.cdiv(width, 16 * WARPS) * (COLUMNS // 128), tile
 
 
 @shared_memory_carveout
@@ -495,7 +438,7 @@ def _stream_k_kernel(
     out2, codes2, high_bits2, scales2, super_scales2, width2,
     out3, codes3, high_bits3, scales3, super_scales3, width3,
     COLUMNS: tl.constexpr, TYPE0: tl.constexpr, TYPE1: tl.constexpr, TYPE2: tl.constexpr, TYPE3: tl.constexpr,
-    N_TILES: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    N_TILES: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to four matrices, their units numbered one after another. The first `dense` programs take 16
     outputs of a dense one each, the others share the quantised ones."""
@@ -504,25 +447,25 @@ def _stream_k_kernel(
     programs = tl.num_programs(0) - dense
     before, tile = _segment(
         x, x_stride, values, lifts, rows, partials, semaphores, program, programs, units, 0, tile,
-        out0, codes0, high_bits0, scales0, super_scales0, width0, COLUMNS, TYPE0, N_TILES, TILES, WARPS, PDL,
+        out0, codes0, high_bits0, scales0, super_scales0, width0, COLUMNS, TYPE0, N_TILES, WARPS, PDL,
     )  # fmt: skip
     if TYPE1 != "none":
         before, tile = _segment(
             x, x_stride, values, lifts, rows, partials, semaphores, program, programs, units, before,
             tile, out1, codes1, high_bits1, scales1, super_scales1, width1,
-            COLUMNS, TYPE1, N_TILES, TILES, WARPS, PDL,
+            COLUMNS, TYPE1, N_TILES, WARPS, PDL,
         )  # fmt: skip
     if TYPE2 != "none":
         before, tile = _segment(
             x, x_stride, values, lifts, rows, partials, semaphores, program, programs, units, before,
             tile, out2, codes2, high_bits2, scales2, super_scales2, width2,
-            COLUMNS, TYPE2, N_TILES, TILES, WARPS, PDL,
+            COLUMNS, TYPE2, N_TILES, WARPS, PDL,
         )  # fmt: skip
     if TYPE3 != "none":
         before, tile = _segment(
             x, x_stride, values, lifts, rows, partials, semaphores, program, programs, units, before,
             tile, out3, codes3, high_bits3, scales3, super_scales3, width3,
-            COLUMNS, TYPE3, N_TILES, TILES, WARPS, PDL,
+            COLUMNS, TYPE3, N_TILES, WARPS, PDL,
         )  # fmt: skip
 
 
@@ -531,20 +474,16 @@ def _stream_k_kernel(
 def _gated_stream_k_kernel(
     values, lifts, rows, partials, semaphores, units, out, width,
     codes, high_bits, scales, super_scales, up_codes, up_high_bits, up_scales, up_super_scales,
-    COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr,
-    PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, TYPE: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate x) · (up x): a warp takes both, or even warps gate and odd ones up."""
-    if TILES == 1:
-        is_up = threads(WARPS)[2] % 2 == 1
-        codes = tl.where(is_up, up_codes, codes)
-        high_bits = tl.where(is_up, up_high_bits, high_bits)
-        scales = tl.where(is_up, up_scales, scales)
-        super_scales = tl.where(is_up, up_super_scales, super_scales)
+    """silu(gate x) · (up x): even warps take gate, odd ones up."""
+    is_up = threads(WARPS)[2] % 2 == 1
     stream_k_matrix(
         values, lifts, rows, partials, semaphores, tl.program_id(0), tl.num_programs(0), units, 0,
-        out, (codes, high_bits, scales, super_scales), (up_codes, up_high_bits, up_scales, up_super_scales), width,
-        COLUMNS, TYPE, True, N_TILES, TILES, WARPS, PDL,
+        out, tl.where(is_up, up_codes, codes), tl.where(is_up, up_high_bits, high_bits),
+        tl.where(is_up, up_scales, scales),
+        tl.where(is_up, up_super_scales, super_scales), width,
+        COLUMNS, TYPE, True, N_TILES, WARPS, PDL,
     )  # fmt: skip
 
 
@@ -562,13 +501,13 @@ def multiply(x: Tensor, weights: Sequence[Packed | Tensor], shape: StreamKShape 
     fragments = to_fragments(x)
     shape = shape or shape_for(fragments)
     dense = line.tiles(True, 16)
-    units = line.tiles(False, 16 * shape.tiles * shape.warps) * (columns // 128)
+    units = line.tiles(False, 16 * shape.warps) * (columns // 128)
     programs = _programs(units, shape, x.device, dense)
     _stream_k_kernel[(dense + programs,)](
         x, x.stride(0), fragments.values, fragments.lifts, rows,
         _partials(programs, fragments, shape), semaphores(x.device), dense, units, *line.arguments, columns,
         *line.kinds,
-        N_TILES=fragments.n_tiles, TILES=shape.tiles, WARPS=shape.warps,
+        N_TILES=fragments.n_tiles, WARPS=shape.warps,
         num_warps=shape.warps, num_stages=1, maxnreg=shape.registers, **pdl_arguments(x.device),
     )  # fmt: skip
     return line.outs
@@ -580,13 +519,12 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, shape: StreamKShape | None = Non
     fragments = to_fragments(readable(x))
     shape = shape or shape_for(fragments)
     out = torch.empty(rows, gate.rows, dtype=x.dtype, device=x.device)
-    units = triton.cdiv(gate.rows, 8 * shape.tiles * shape.warps) * (columns // 128)
+    units = triton.cdiv(gate.rows, 8 * shape.warps) * (columns // 128)
     programs = _programs(units, shape, x.device)
     _gated_stream_k_kernel[(programs,)](
         fragments.values, fragments.lifts, rows, _partials(programs, fragments, shape), semaphores(x.device), units,
         out, gate.rows,
-        *planes_of(gate), *planes_of(up), columns, gate.type, N_TILES=fragments.n_tiles, TILES=shape.tiles,
-        WARPS=shape.warps,
+        *planes_of(gate), *planes_of(up), columns, gate.type, N_TILES=fragments.n_tiles, WARPS=shape.warps,
         num_warps=shape.warps, num_stages=1, maxnreg=shape.registers, **pdl_arguments(x.device),
     )  # fmt: skip
     return out
@@ -600,5 +538,6 @@ def _programs(units: int, shape: StreamKShape, device: torch.device, dense: int 
 
 def _partials(programs: int, fragments: Fragments, shape: StreamKShape) -> Tensor:
     """Two places for every program."""
-    place = shape.tiles, 4, fragments.n_tiles, 32 * shape.warps
-    return torch.empty(programs, 2, *place, dtype=torch.float32, device=fragments.lifts.device)
+    return torch.empty(
+        programs, 2, 4, fragments.n_tiles, 32 * shape.warps, dtype=torch.float32, device=fragments.lifts.device
+    )

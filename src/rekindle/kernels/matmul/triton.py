@@ -45,7 +45,7 @@ def choose(rows: int, width: int, columns: int, tensor_cores: bool) -> Kernel:
         return Kernel.SCALAR_GEMV if rows == 1 else Kernel.TILED if rows < MANY_ROWS else Kernel.EXPAND
     if rows == 1:
         return Kernel.GEMV
-    if rows <= skinny.SKINNY_ROWS:
+    if skinny.pays(rows, width):
         return Kernel.SKINNY
     if not few(rows):
         return Kernel.EXPAND
