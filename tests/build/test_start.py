@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rekindle
+from rekindle.cli.commands import HELP, command_named
 
 SOURCE = Path(rekindle.__file__).parents[1]
 
@@ -22,10 +23,39 @@ def paper_torch(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(SOURCE)))}
 
 
-def test_the_version_is_said_without_torch(paper_torch: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "rekindle.cli", "--version"]
+ASKS = """
+import sys
+from rekindle.cli import main
+try:
+    main()
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--version"], f"rekindle {rekindle.__version__}\n"),
+        (["--help"], "Host stages for a server"),
+        ([], "Host stages for a server"),
+        (["no-such-command"], ""),
+    ],
+)
+def test_the_version_and_the_list_of_commands_are_told_without_torch(
+    paper_torch: dict[str, str], arguments: list[str], says: str
+) -> None:
+    command = [sys.executable, "-c", ASKS, *arguments]
     done = subprocess.run(command, env=paper_torch, capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"rekindle {rekindle.__version__}\n", "")
+    assert says in done.stdout + done.stderr
+    assert done.stdout.endswith("False\n"), "torch is not among the modules"
+
+
+def test_the_list_says_of_every_command_what_the_command_says_of_itself() -> None:
+    for name, said in HELP.items():
+        command = command_named(name)
+        assert command.name == name
+        assert " ".join((command.help or "").split()).startswith(said)
 
 
 def test_ctrl_c_while_torch_loads_ends_it_without_a_word(paper_torch: dict[str, str]) -> None:

@@ -12,11 +12,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
 import rekindle.cli.commands
+
+for command in rekindle.cli.commands.HELP:
+    import_module(f"rekindle.cli.{command}")
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["support.forked"])

@@ -11,11 +11,8 @@ INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--version"]:
-        print(VERSION)
-        return
     try:
-        from rekindle.cli.commands import run  # here, since torch comes with it, which the version need not wait for
+        from rekindle.cli.commands import run  # here, so that an interrupt has its answer from the first import on
 
         run()
     except KeyboardInterrupt:
