@@ -139,9 +139,10 @@ def _plans(config: Config, model: Model, machine: Machine) -> list[Plan]:
         why = next(plan.reasons[-1] for plan in plans if plan.wishes.sequences == fewest)
         plans = [plan_model(replace(config, sequences=fewest), model, part) for part in parts]
         plans = [replace(plan, reasons=(*plan.reasons, why)) for plan in plans]
+    check_alike(plans)
+    log.info("activations are %s, KV is %s", config.dtype, config.kv_type)
     for reason in (reason for plan in plans for reason in plan.reasons):
         log.info("plan: %s", reason)
-    check_alike(plans)
     return plans
 
 

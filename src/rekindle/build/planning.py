@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,8 +21,6 @@ from rekindle.placement import Machine, Plan, Sizes, Wishes, make_plan, parse_sp
 from rekindle.placement.stage import POOL_TARGET
 from rekindle.spec import PAGE, ModelSpec
 
-log = logging.getLogger("rekindle.build")
-
 # At once, where no number is asked for: the first with which a conversation as long as the pool's target stays on the
 # devices, and every expert does.
 SEQUENCES = (16, 8, 4)
@@ -33,7 +30,6 @@ LONG = POOL_TARGET * PAGE  # tokens
 def resolve(config: Config, model: Model, names: list[str]) -> Config:
     """Decide what depends on the devices, once for all replicas: they restore each other's snapshots."""
     dtype, kv_type = choose_types(model.file, names, config.dtype, config.kv_type)
-    log.info("activations are %s, KV is %s", dtype, kv_type)
     return replace(config, dtype=dtype, kv_type=kv_type, grid=_grid(config, names))
 
 
