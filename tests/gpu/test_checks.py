@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.scripts import result_of, run_script
+from support.scripts import load_script, result_of, run_script
 from support.tiny_files import FILES
 from support.truth import Truth, rounded_activations, to_8_bits, to_half
 
@@ -44,6 +44,17 @@ def test_the_scripts_that_check_a_gpu_run_on_a_cpu_too(golden: Path, tmp_path: P
     assert run_script("gpu/check_pool.py", "--device", "cpu")[0].startswith("ok")
     small = ["--shape", "tiny-moe", "--device", "cpu", "--tokens", "2048"]
     assert result_of("gpu/check_snapshots.py", *small)["ok"]
+
+
+@pytest.mark.parametrize("mode", ["exact", "sparse"])
+def test_whatever_the_pools_script_times_has_as_many_layers_as_it_says(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    script = load_script("gpu/check_pool.py")
+    monkeypatch.setattr(script, "CUDA", torch.device("cpu"))
+    hands = script.hands_of((4, 8, 2, 64), 4, 8, mode)
+    assert sum(hand.layers for hand in hands) == 4
+    assert {hand.reader.mode for hand in hands} == {mode}
 
 
 @pytest.mark.gpu

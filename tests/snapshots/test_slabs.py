@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import rekindle
 from rekindle.snapshots import slabs as slabs_module
 from rekindle.snapshots.slabs import EDGE, Cuts, Slab, Slabs, SlabSlice
 
@@ -272,6 +277,32 @@ def test_a_stock_that_is_stopped_leaves_no_thread_and_no_memory(monkeypatch: pyt
 
 
 # Cuts
+
+
+DIES = """
+import atexit, threading
+from concurrent.futures import ThreadPoolExecutor
+from rekindle.snapshots.slabs import Slabs
+
+asked = threading.Event()
+
+def pin(address, nbytes):
+    asked.set()
+    while True:  # until the interpreter ends and refuses it, as it refuses the thread on which the driver is asked
+        with ThreadPoolExecutor(1) as own:
+            own.submit(int).result()
+
+slabs = Slabs(stock=3, size=4096, pin=pin)
+atexit.register(slabs._thread.join)
+assert asked.wait(20)
+raise SystemExit("dies")
+"""
+
+
+def test_a_process_that_dies_without_stop_ends_the_stocks_thread_quietly() -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(rekindle.__file__).parents[1])}
+    died = subprocess.run([sys.executable, "-c", DIES], env=environment, capture_output=True, text=True, timeout=60)
+    assert (died.returncode, died.stderr) == (1, "dies\n")
 
 
 def test_what_is_cut_never_overlaps_begins_on_an_edge_and_shares_slabs() -> None:

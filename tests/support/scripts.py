@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from support.forked import run_forked
@@ -25,6 +27,15 @@ def run_script(
     assert done.returncode in ((0, 1) if misses_goal else (0,)), done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout.splitlines()
+
+
+def load_script(name: str) -> ModuleType:
+    """The script as a module, without what it does when it is started."""
+    spec = importlib.util.spec_from_file_location(Path(name).stem, SCRIPTS / name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def result_of(name: str, *arguments: str | Path, **environment: Any) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class Slabs:
     # The stock
 
     def _keep_stock(self) -> None:
-        while self._news.get():
+        while not self._stopped and self._news.get():
             while not self._stopped and (missing := self._stock - self._ready()) > 0:
                 self._restock(missing)
             self._trim()
@@ -172,6 +172,9 @@ class Slabs:
         errors = [error for each in making if (error := each.exception()) is not None]
         for error in errors:
             if not isinstance(error, (OSError, MemoryError)):
+                self._stopped = self._interpreter_ends()
+                if self._stopped:
+                    return
                 raise error
         if errors:  # the system may have memory again soon
             self._count_refusal(f"no memory for the stock, asking again every {self._pause:g} s: {errors[0]}")
@@ -179,6 +182,14 @@ class Slabs:
             with contextlib.suppress(Empty):
                 if not self._news.get(timeout=self._pause):
                     self._news.put(False)  # `stop` was called: for `_keep_stock`
+
+    def _interpreter_ends(self) -> bool:
+        """No executor takes work any more: not ours, and not the one on whose thread the driver is asked."""
+        try:
+            self._makers.submit(int)
+        except RuntimeError:
+            return True
+        return False
 
     def _make(self) -> None:
         slab = Slab(self.size, self._pin)
