@@ -92,6 +92,20 @@ def test_the_plan_says_both_ends_and_where_so_many_do_not_fit() -> None:
     assert lines[-1].endswith("does not fit")
 
 
+def test_where_several_are_slower_than_one_the_plan_says_that_all_of_them_run_at_once() -> None:
+    """The engine lets a sequence wait for pages only where devices and RAM together have none left."""
+    spec, sizes = known_shapes("35B-A3B", "Q4_K_M")
+    machine = Machine((Device("cuda:0", "cuda", 22 * GIB, rates=card_named("RTX 3090").rates),), 64 * GIB)
+    plan = make_plan(machine, spec, sizes, Wishes(262_144, sequences=4, chunk=2048, lends=True))
+    slower = [together.tokens_per_second < alone.tokens_per_second for alone, together in plan.expected if together]
+    assert {True, False} == set(slower)
+    text = show_plan(plan)
+    assert [line.endswith("*") for line in text.splitlines() if "tok/s" in line] == slower
+    assert "* slower than one alone: all 4 run in every step" in text
+    roomy, _ = plan_of("35B-A3B", 130)
+    assert "*" not in show_plan(roomy)
+
+
 def test_where_a_speed_is_not_known_none_is_foretold() -> None:
     spec, sizes = known_shapes("27B", "Q4_K_M")
     plan = make_plan(Machine((Device("cuda:0", "cuda", 24 * GIB),), 64 * GIB), spec, sizes, Wishes(32_768))

@@ -56,6 +56,7 @@ LEGEND: tuple[tuple[str, str, frozenset[str]], ...] = (
 )
 BESIDE = "B"  # what else lies in the RAM that a stage lives in
 LEFT = "·"
+SLOWER = "*"  # marks figures of several sequences that are below that of one
 TIE = "\N{NO-BREAK SPACE}"
 
 
@@ -101,19 +102,26 @@ def _speeds(plan: Plan, width: int) -> list[str]:
     if not plan.expected:
         return []
     several = max(each.sequences for pair in plan.expected for each in pair if each is not None)
-    header = ["context", "experts hot", "KV here", "over the link", "1 sequence", f"{several} sequences"]
+    header = ["context", "experts hot", "KV here", "over the link", "1 sequence", f"{several} sequences "]
     rows = [header]
     for alone, together in plan.expected:
         hot = f"{alone.hot:,}" if plan.spec.ffn.is_moe else "–"
         here = f"{alone.kv_tokens_on_device:,}"
         speeds = [f"{each.tokens_per_second:.0f} tok/s" if each else "does not fit" for each in (alone, together)]
+        speeds[1] += SLOWER if together and together.tokens_per_second < alone.tokens_per_second else " "
         rows.append([f"{alone.context:,}" if alone.context else "empty", hot, here, gib(alone.link_bytes), *speeds])
     routing = "routing that favours no expert" if plan.wishes.counts is None else "routing as it was counted"
     said = (
         f"expected of decode; experts, KV and link of one sequence and step, {several} sequences together and each at "
         f"that context; {routing}"
     )
-    return [_folded(said, width), *_align(rows, width)]
+    blocks = [_folded(said, width), *_align(rows, width)]
+    if any(row[-1].endswith(SLOWER) for row in rows):
+        why = (
+            "KV, or experts whose place it has got, come over the link; with fewer --sequences the others wait instead"
+        )
+        blocks.append(_folded(f"{SLOWER} slower than one alone: all {several} run in every step, and {why}", width))
+    return blocks
 
 
 def _item_row(name: str, plan: Plan) -> list[str]:
