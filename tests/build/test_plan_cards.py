@@ -53,6 +53,7 @@ def test_a_plan_says_what_it_assumes_and_how_much_of_what_it_takes() -> None:
     card = run(*A3B, "--card", "RTX 3090").output
     assert "RAM 64.00 GiB (all that --ram says)" in card
     assert "of an empty card of 24.0 GiB serve takes 92 %, and so does this plan" in card
+    assert card.startswith("qwen3.6-35b-a3b Q4_K_M: "), "the quantisation is named where the model is"
     assert "qwen3.6-35b-a3b stands for a file in the Q4_K_M mix" in card
     assert "all of --vram is used" in run(*A3B, "--vram", "24GiB").output
 

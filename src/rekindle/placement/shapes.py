@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from rekindle.errors import BadConfig
 from rekindle.placement.sizes import sizes_from_tensors
@@ -91,10 +92,11 @@ NAMES = {"qwen3.6-27b": "27B", "qwen3.6-35b-a3b": "35B-A3B"}  # as `--shape` cal
 
 
 def shape_named(name: str) -> tuple[ModelSpec, Sizes]:
-    """In the usual mix."""
+    """In the usual mix, which is a part of its name."""
     if name not in NAMES:
         raise BadConfig(f"--shape: {name!r} is not known; known are {', '.join(NAMES)}")
-    return known_shapes(NAMES[name], USUAL_MIX)
+    spec, sizes = known_shapes(NAMES[name], USUAL_MIX)
+    return replace(spec, name=f"{name} {USUAL_MIX}"), sizes
 
 
 def known_shapes(model: str, mix: str) -> tuple[ModelSpec, Sizes]:
