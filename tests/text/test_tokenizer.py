@@ -250,6 +250,20 @@ def test_stop_ids_are_eos_and_whatever_ends_a_turn(golden: Tokenizer, smol: Toke
     assert smol.stop_ids == {0, 2}
 
 
+def test_a_token_stands_for_the_bytes_of_its_letters_or_for_its_text_where_one_is_no_byte(
+    golden_metadata: dict[str, Any],
+) -> None:
+    letters = [*golden_metadata["tokenizer.ggml.tokens"]]
+    found = {letter: Tokenizer.from_gguf(golden_metadata).token_bytes(id) for id, letter in enumerate(letters[:256])}
+    assert sorted(found.values()) == [bytes([byte]) for byte in range(256)]
+    assert (found["a"], found["\u0120"], found["\u0100"]) == (b"a", b" ", b"\0")
+    strange = Tokenizer.from_gguf(
+        golden_metadata
+        | {"tokenizer.ggml.tokens": [*letters[:1000], "a日", *letters[1001:]], "tokenizer.ggml.merges": []}
+    )
+    assert strange.token_bytes(1000) == "a日".encode()
+
+
 def test_control_tokens_leave_no_text_and_markup_does(golden: Tokenizer) -> None:
     ids = golden.encode_template("<think>a</think><|im_end|>")
     assert golden.decode(ids) == "<think>a</think>"

@@ -22,7 +22,7 @@ from rekindle.errors import BadModelFile
 from rekindle.spec import ModelSpec
 from rekindle.weights import open_weights
 from rekindle.weights.expected import expected_model
-from rekindle.weights.gguf_header import read_part
+from rekindle.weights.gguf_header import Strings, read_part
 
 WriteGguf = Callable[..., Path]
 
@@ -135,7 +135,18 @@ def test_golden_metadata_equal_the_gguf_packages_reading(golden: Path) -> None:
     path = golden / "tiny-qwen35-Q4_K_M.gguf"
     ours = open_weights(path).metadata
     theirs = {key: field.contents() for key, field in GGUFReader(path).fields.items() if not key.startswith("GGUF.")}
-    assert dict(ours) == theirs
+    assert {key: list(value) if isinstance(value, Strings) else value for key, value in ours.items()} == theirs
+
+
+def test_strings_of_an_array_are_read_when_they_are_asked_for(write_gguf: WriteGguf) -> None:
+    path = write_gguf(QWEN35 | {"tokenizer.ggml.tokens": ["a", "öl", "", "tea"]}, random_tensors(qwen35_shapes()))
+    tokens = read_part(path).metadata["tokenizer.ggml.tokens"]
+    assert (len(tokens), list(tokens), tokens[1], tokens[-2:]) == (4, ["a", "öl", "", "tea"], "öl", ["", "tea"])
+    path.write_bytes(path.read_bytes().replace("öl".encode(), b"\xff\xfel"))
+    tokens = read_part(path).metadata["tokenizer.ggml.tokens"]
+    assert len(tokens) == 4
+    with pytest.raises(BadModelFile, match=r"tokenizer\.ggml\.tokens holds text that is not UTF-8"):
+        list(tokens)
 
 
 def test_golden_spec_says_what_the_model_was_made_with(golden: Path) -> None:

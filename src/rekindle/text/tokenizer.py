@@ -12,7 +12,7 @@ A file may flag a token wrongly, so its shape decides in two cases: `<|…|>` is
 
 from __future__ import annotations
 
-import contextlib
+import codecs
 import hashlib
 import json
 import re
@@ -78,7 +78,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
 
 
-_BYTE_OF = _byte_alphabet()
+_BYTE_OF = {ord(letter): byte for letter, byte in _byte_alphabet().items()}
 
 
 def well_formed(text: str) -> str:
@@ -257,13 +257,15 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes a token stands for; a special token's are its name. An id without a token has none."""
-        if not 0 <= token < len(self._texts) or self._kinds[token] == TokenKind.UNUSED:
+        if not 0 <= token < len(self._texts) or self._kinds[token] is TokenKind.UNUSED:
             return b""
         text = self._texts[token]
-        if self._kinds[token] == TokenKind.NORMAL:
-            with contextlib.suppress(KeyError):
-                return bytes(map(_BYTE_OF.__getitem__, text))
-        return text.encode()
+        if self._kinds[token] is not TokenKind.NORMAL:
+            return text.encode()
+        try:
+            return codecs.charmap_encode(text, "strict", _BYTE_OF)[0]
+        except UnicodeEncodeError:  # a file may call text normal that is not in the byte alphabet
+            return text.encode()
 
     def token_text(self, token: int) -> str:
         """A token for people's eyes; half a character shows as U+FFFD."""
@@ -332,11 +334,13 @@ def _merge_pairs(merges: Any, where: str) -> list[tuple[str, str]]:
     """Both spellings: "a b" and ["a", "b"]."""
     if not isinstance(merges, Sequence) or isinstance(merges, str):
         raise BadModelFile(f"{where} is no list of merges")
-    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
-    for pair in pairs:
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+    pairs = list[tuple[str, str]]()
+    for merge in merges:  # as many as tokens, so that a generator for each would take longer than all the rest
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], str)):
             raise BadModelFile(f"{where}: {pair!r} is not a pair")
-    return [(first, second) for first, second in pairs]
+        pairs.append((pair[0], pair[1]))
+    return pairs
 
 
 def _gguf_ends(metadata: Mapping[str, Any], size: int) -> _Ends:

@@ -22,7 +22,7 @@ from rekindle.models.keys import KeysSeen
 from rekindle.spec import ModelSpec
 from rekindle.weights.expected import EMBEDDING, NEXTN_JOIN, OUTPUT, ROPE_FACTORS, expected_model
 from rekindle.weights.fingerprint import fingerprint
-from rekindle.weights.gguf_header import MAX_DIMENSIONS, read_part
+from rekindle.weights.gguf_header import MAX_DIMENSIONS, Strings, read_part
 from rekindle.weights.source import SourceFile, SourceFiles
 from rekindle.weights.spec_reader import read_family, read_spec
 from rekindle.weights.stored import Stored, decode, require_decodable
@@ -237,7 +237,7 @@ def _look(path: Path, stored: Mapping[str, Stored], metadata: Mapping[str, Any])
 def _named_tokens(metadata: Mapping[str, Any]) -> int:
     """Ids up to the last that has a token; converters fill the rest of the embedding up with unused ones."""
     texts, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-    if not isinstance(texts, list):
+    if not isinstance(texts, list | Strings):
         return 0
     if not isinstance(kinds, list) or len(kinds) != len(texts):
         return len(texts)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
@@ -72,6 +74,42 @@ def read_part(path: Path) -> GgufPart:
         raise BadModelFile(f"{path}: general.alignment is {alignment!r}, not a positive number of bytes")
     start = -(-cursor.at // alignment) * alignment
     return GgufPart(file, metadata, _place(file, entries, start))
+
+
+class Strings(Sequence[str]):
+    """An array of strings, taken apart when one of them is first asked for. A vocabulary with its merges has half a
+    million, which takes longer than all the rest of a header, and weights can be loaded before they are known."""
+
+    def __init__(self, raw: bytes, count: int, where: str) -> None:
+        """raw: whole strings, each behind its length."""
+        self._raw, self._count, self._where = raw, count, where
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self._texts[index]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        raw, at, unpack = self._raw, 0, _LENGTH.unpack_from
+        found: list[str] = []
+        try:
+            for _ in range(self._count):
+                start = at + 8
+                at = start + unpack(raw, at)[0]
+                found.append(raw[start:at].decode())
+        except UnicodeDecodeError as error:
+            raise BadModelFile(f"{self._where} holds text that is not UTF-8") from error
+        self._raw = b""
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,36 +190,31 @@ class _Cursor:
             return self._array(self.scalar("I", key), self.scalar("Q", key), key)
         return self.scalar(self._format(kind, key), key)
 
-    def _array(self, kind: int, count: int, key: str) -> list[Any]:
+    def _array(self, kind: int, count: int, key: str) -> Sequence[Any]:
         if kind == STRING:
             return self._strings(count, key)
         dtype = np.dtype("<" + self._format(kind, key))
         return np.frombuffer(self.take(count * dtype.itemsize, key), dtype).tolist()
 
-    def _strings(self, count: int, key: str) -> list[str]:
+    def _strings(self, count: int, key: str) -> Strings:
+        """Goes from length to length, to where the last string ends."""
         self.require(8 * count, key)
         buffer, size, at = self.buffer, self.size, self.at
         have = len(buffer)
         unpack = _LENGTH.unpack_from
-        found: list[str] = []
-        for _ in range(count):
-            if at + 8 > size:
-                raise BadModelFile(f"{self.path} is truncated: {key} ends after {len(found)} of {count} strings")
+        for index in range(count):
             if at + 8 > have:
+                if at + 8 > size:
+                    raise BadModelFile(f"{self.path} is truncated: {key} ends after {index} of {count} strings")
                 buffer = self.reach(at + 8)
                 have = len(buffer)
-            stop = at + 8 + unpack(buffer, at)[0]
-            if stop > size:
+            at += 8 + unpack(buffer, at)[0]
+            if at > size:
                 raise BadModelFile(
-                    f"{self.path} is truncated: string {len(found)} of {key} ends at {stop}, the file at byte {size}"
+                    f"{self.path} is truncated: string {index} of {key} ends at {at}, the file at byte {size}"
                 )
-            if stop > have:
-                buffer = self.reach(stop)
-                have = len(buffer)
-            found.append(self._text(buffer[at + 8 : stop], key))
-            at = stop
-        self.at = at
-        return found
+        start, self.at = self.at, at
+        return Strings(self.reach(at)[start:at], count, f"{self.path}: {key}")
 
     def tensor_entry(self) -> _Entry:
         name = self.string("a tensor name")
