@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from rekindle.api.parsing import MAX_PROMPT
 from rekindle.errors import BadRequest, PromptTooLong
 from rekindle.grammar.calls import CallFormat
-from rekindle.grammar.compiler import Compiler, Vocabulary
+from rekindle.grammar.compiler import Compiler
 from rekindle.grammar.guide import Rules
 from rekindle.prompt import Prompt
 from rekindle.text import (
@@ -35,14 +34,6 @@ from rekindle.text import (
 )
 from rekindle.text.parsing.parser import END_THINK
 
-
-def _vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """Markup is text to a grammar: a model may write it as a token or letter by letter."""
-    tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
-    special = sorted(tokenizer.control_ids | tokenizer.stop_ids)
-    return Vocabulary(tokens, special, sorted(tokenizer.stop_ids), tokenizer.encode_markup)
-
-
 NO_MEMORIES: Mapping[str, TurnMemory] = MappingProxyType({})
 
 
@@ -61,9 +52,11 @@ class ModelText:
         memories: Mapping[str, TurnMemory] = NO_MEMORIES,
         rules: Sequence[VolatileLine] = VOLATILE_LINES,
         context: int = UNLIMITED,
+        grammars: Compiler | None = None,
     ) -> None:
-        """context: the most tokens of a prompt; a longer one is refused before all of it has been encoded."""
-        self._grammars = Compiler(partial(_vocabulary, tokenizer)) if tokenizer.stop_ids else None
+        """context: the most tokens of a prompt; a longer one is refused before all of it has been encoded. grammars: of
+        this tokenizer, where they were begun before."""
+        self._grammars = grammars or Compiler.of(tokenizer)
         self._tokenizer = tokenizer
         self._template = template
         self._memories = memories

@@ -13,7 +13,7 @@ from rekindle.build.built import Built
 from rekindle.build.drafts import DraftWeights, drafts_of, load_drafter, open_drafter_of
 from rekindle.build.failover import Failover, FreeMemory
 from rekindle.build.machine import device_names, make_machine, shard_of
-from rekindle.build.model import Model, open_model
+from rekindle.build.model import Model, open_weights_of
 from rekindle.build.planning import check_alike, counts_file_of, divide, plan_model, resolve
 from rekindle.build.prefix_cache import make_cache_folder, make_prefix_cache
 from rekindle.build.probe import speeds
@@ -40,21 +40,42 @@ if TYPE_CHECKING:
 log = logging.getLogger("rekindle.build")
 
 
-def build_engine(config: Config, on_progress: Progress | None = None, on_kernels: Progress | None = None) -> Built:
-    """on_progress is called with bytes loaded, on_kernels with kernels compiled ahead: done, in all."""
+def build_engine(
+    config: Config,
+    on_progress: Progress | None = None,
+    on_kernels: Progress | None = None,
+    grammars: bool = False,
+) -> Built:
+    """on_progress is called with bytes loaded, on_kernels with kernels compiled ahead: done, in all. grammars: whether
+    requests may bring some."""
     if config.threads is not None:
         set_threads(config.threads)
     if config.cache_dir is not None:
         make_cache_folder(config.cache_dir)
-    model = open_model(config.model)
+    model = Model(open_weights_of(config.model))
     hosts = _hosts(config)
     # Threads and the lock of the cache folder would outlive a load that fails, and this process may try again.
     with ExitStack() as undo:
         if hosts is not None:
             undo.callback(hosts.stop)
-        built = _build(config, model, hosts, on_progress, on_kernels, undo)
+        undo.callback(model.wait_for_text)
+        model.read_ahead(grammars)
+        built = _build(config, model, hosts, _checking(model, on_progress), on_kernels, undo)
+        model.wait_for_text()
+        model.check_text()
         undo.pop_all()
     return built
+
+
+def _checking(model: Model, on_progress: Progress | None) -> Progress:
+    """A text that cannot be read ends a load of minutes as soon as that is known."""
+
+    def show(done: int, total: int) -> None:
+        model.check_text()
+        if on_progress is not None:
+            on_progress(done, total)
+
+    return show
 
 
 def _hosts(config: Config) -> Shards | RayHosts | None:

@@ -17,7 +17,7 @@ from rekindle.build.built import Built
 from rekindle.build.engine import build_engine, machine_of
 from rekindle.build.loaded import LoadedEngine
 from rekindle.build.memory import Budgets, as_good, free_memory, tidy
-from rekindle.build.model import Model, name_of, open_model, open_weights_of
+from rekindle.build.model import Model, name_of, open_weights_of
 from rekindle.build.planning import plan_model
 from rekindle.build.presets import Preset
 from rekindle.build.stage import Progress
@@ -107,7 +107,7 @@ class ConfiguredModel:
         if not all(model._shares for model in (self, *neighbours)):
             return False
         whole = self._whole
-        model = open_model(self._preset.config.model)
+        model = Model(open_weights_of(self._preset.config.model))  # without its text, which no plan needs
         alone = _plan(whole.offer(self._preset.config, whole), model)  # raises where it would not fit even so
         try:
             beside = _plan(self._offer(neighbours), model)
@@ -131,7 +131,7 @@ class ConfiguredModel:
         if not neighbours:
             self._shared.whole = free_memory()
         config = self._offer(neighbours) if neighbours else self._preset.config
-        built = build_engine(config, self.on_progress, self.on_kernels)
+        built = build_engine(config, self.on_progress, self.on_kernels, grammars=True)
         self.on_progress = self.on_kernels = None
         with ExitStack() as undo:
             undo.callback(built.stop)  # where the file's settings have gone bad since
@@ -154,7 +154,7 @@ class ConfiguredModel:
         if options.remember_turns and not self._memories:
             self._memories = {space: self._memory(space) for space in options.namespaces}
         rules = VOLATILE_LINES if options.normalise else ()
-        return ModelText(model.tokenizer, model.template, self._memories, rules, built.context)
+        return ModelText(model.tokenizer, model.template, self._memories, rules, built.context, model.grammars)
 
     def _memory(self, space: str) -> TurnMemory:
         """One for each name space. Turns that a memory has dropped, or never had because the server was restarted, it

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -15,6 +16,7 @@ from rekindle.errors import BadRequest
 from rekindle.grammar import check_worker
 from rekindle.grammar.guide import LibraryFailed, Rules, first_line, guarded
 from rekindle.grammar.types import check_size
+from rekindle.text import Tokenizer
 from rekindle.workers import WorkerEnded, Workers
 
 SECONDS = 1.0  # of processor time to read a grammar; those of large agents take some hundredths
@@ -32,14 +34,32 @@ class Vocabulary:
     stops: Sequence[int]  # tokens that end an answer
     encode: Callable[[str], list[int]]  # text as the model writes it: what a grammar leaves no choice about
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
+        """Markup is text to a grammar: a model may write it as a token or letter by letter."""
+        tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
+        special = sorted(tokenizer.control_ids | tokenizer.stop_ids)
+        return cls(tokens, special, sorted(tokenizer.stop_ids), tokenizer.encode_markup)
+
 
 class Compiler:
-    """Compiles grammars for one vocabulary, on any thread. Its table takes seconds for 248,000 tokens, so that it is
-    made in the background, and the first grammar waits for it."""
+    """Compiles grammars for one vocabulary, on any thread. Its table takes up to a second for 248,000 tokens, so that
+    it is made in the background, and the first grammar waits for it."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._table: Future[LLTokenizer] = Future()
-        threading.Thread(target=self._make_table, args=(vocabulary,), name="grammar-table", daemon=True).start()
+        self._thread = threading.Thread(target=self._make_table, args=(vocabulary,), name="grammar-table", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Compiler | None:
+        """None where no token ends an answer, as a grammar has to."""
+        return cls(partial(Vocabulary.of, tokenizer)) if tokenizer.stop_ids else None
+
+    def wait(self) -> None:
+        """Until the table is made or has failed. The library keeps the interpreter's lock all the time, so that a
+        request which comes meanwhile would wait for it, whether it has a grammar or not."""
+        self._thread.join()
 
     def compile(self, source: str, field: str) -> Rules:
         """source: in the library's own form (frame.py). Raises BadRequest, naming the field of the body."""
