@@ -6,7 +6,6 @@ step that is not recorded: the same kernels get the same arguments.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -74,7 +73,6 @@ class CpuSteps:
         self._state = state
         self._slots = slots
         self._arena = Arena()
-        importlib.import_module("torch._dynamo")  # as a tape's first call would, for a second, amid a request
         self._steps = OrderedDict[tuple[GraphShape, Taps], _Step]()
 
     def serving(self, shape: GraphShape, batch: Batch, taps: Taps = ()) -> GraphShape | None:

@@ -93,6 +93,11 @@ class Tape(TorchDispatchMode):
         self._kept = list[object]()
         self.refused: str | None = None  # what cannot be noted
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled by torch, which would import its compiler, for a second, to leave this class out."""
+        return False
+
     @property
     def program(self) -> Program | None:
         return None if self.refused else Program(self._library, self._calls, self._kept)
