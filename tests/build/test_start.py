@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -56,6 +57,28 @@ def test_the_list_says_of_every_command_what_the_command_says_of_itself() -> Non
         command = command_named(name)
         assert command.name == name
         assert " ".join((command.help or "").split()).startswith(said)
+
+
+def test_the_garbage_collector_rests_while_a_command_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import gc\nprint(gc.isenabled(), flush=True)\nraise SystemExit\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(SOURCE)))}
+    command = [sys.executable, "-m", "rekindle.cli", "serve"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_what_a_command_imports_is_exempt_from_collection_in_a_process_of_its_own() -> None:
+    frozen = gc.get_freeze_count()
+    command_named("cache")
+    assert gc.get_freeze_count() == frozen, "this process has others to think of"
+    gc.disable()
+    try:
+        command_named("cache")
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 def test_ctrl_c_while_torch_loads_ends_it_without_a_word(paper_torch: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import import_module
 from typing import Annotated
@@ -37,6 +38,9 @@ def command_named(name: str) -> TyperCommand | TyperGroup:
         module = import_module(f"rekindle.cli.{name}")
     except KeyboardInterrupt:  # here, since click would say that it was aborted
         sys.exit(INTERRUPTED)
+    if not gc.isenabled():  # the process is this command's alone: what was imported is exempt from here on
+        gc.freeze()
+        gc.enable()
     if hasattr(module, "app"):
         group = typer.main.get_group(module.app)
         group.name = name

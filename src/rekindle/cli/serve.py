@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
@@ -235,6 +236,9 @@ def serve(
     sources = make_sources(_presets(config, models or [], presets, name), text)
     served = ModelHost(sources, idle_unload)
     traces = Traces(otlp) if otlp is not None else None
+    # The token loop and the HTTP side share one interpreter lock; its default interval, 5 ms, is three tokens long.
+    # While a model is loaded, the threads that read weights share it with the one that reads the vocabulary.
+    sys.setswitchinterval(0.0005)
     try:
         options.start_with_progress(served, sources[0])
         app = create_app(served, guard, listeners=(write_line, *([traces] if traces is not None else [])))
@@ -242,13 +246,10 @@ def serve(
         # All objects so far stay; without freeze each collection would walk through them while the token loop waits.
         gc.collect()
         gc.freeze()
-        # The token loop and the HTTP side share one interpreter lock; its default interval, 5 ms, is three tokens long.
-        sys.setswitchinterval(0.0005)
         address, port = listener.getsockname()[:2]
-        listener.listen()  # before the greeting, so that a client that reads it is not refused
-        _greet(served, address, port, guard.keys is not None)
+        greet = partial(_greet, served, address, port, guard.keys is not None)
         settings = uvicorn.Config(app, log_level="warning", http=protocol, ws="none", server_header=False)
-        Server(settings, served, config.cache_dir is not None, drain).run(sockets=[listener])
+        Server(settings, served, config.cache_dir is not None, drain, greet).run(sockets=[listener])
     finally:
         served.stop()
         if traces is not None:

@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -31,9 +31,17 @@ class Server(uvicorn.Server):
     """Stops in steps. SIGTERM and SIGHUP let running answers finish, for `drain` seconds; Ctrl-C, or a second signal,
     ends them with a last event; a signal after that ends the process at once."""
 
-    def __init__(self, config: uvicorn.Config, models: ModelHost, keeps_snapshots: bool, drain: float = 0.0) -> None:
-        """drain: seconds that running answers get to finish."""
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        models: ModelHost,
+        keeps_snapshots: bool,
+        drain: float = 0.0,
+        greet: Callable[[], None] = lambda: None,
+    ) -> None:
+        """drain: seconds that running answers get to finish. greet: called when the next request is served at once."""
         super().__init__(config)
+        self._greet = greet
         self._models = models
         self._keeps_snapshots = keeps_snapshots
         self._drain = drain
@@ -45,6 +53,11 @@ class Server(uvicorn.Server):
         for number in stop_signals():
             signal.signal(number, self._stop)
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._greet()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGINT and self._drained_by is None and self._drain > 0:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.random import Generator, Philox
 
 from rekindle.engine.forcing import impose
 from rekindle.engine.token_counts import TokenCounts
@@ -68,7 +69,7 @@ def uniform(seed: int, position: int) -> float:
 def _uniforms(seed: int, run: int) -> list[float]:
     """Of AT_ONCE positions. Philox makes four numbers at each value of its counter, of which a token takes the first.
     (To set up a generator takes as long as to draw hundreds of numbers.)"""
-    generator = np.random.Generator(np.random.Philox(key=seed, counter=run * AT_ONCE))
+    generator = Generator(Philox(key=seed, counter=run * AT_ONCE))
     found: list[float] = generator.random(4 * AT_ONCE)[::4].tolist()
     return found
 
