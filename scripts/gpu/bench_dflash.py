@@ -43,7 +43,7 @@ from rekindle.speculative.files import DrafterFile
 from rekindle.speculative.spec import ConvSpec, DrafterSpec, DraftLayer, SelectorSpec, default_taps
 from rekindle.speculative.width import MOST
 from rekindle.stages import LocalStage, Pipeline
-from rekindle.stages.types import PendingTokens, StageOutput
+from rekindle.stages.types import PendingTokens, StageOutput, Unseen
 from rekindle.weights import TensorInfo, open_weights
 
 SURE = 1e4  # added to a logit: nothing else is drawn
@@ -111,6 +111,7 @@ class Scripted:
         """accept: tokens of a block and the target's own, together."""
         self.accept, self.passes, self._seconds = accept, 0, 0.0
         self._watches = list[Stopwatch]()  # of passes that nobody waits for
+        self._tokens = torch.zeros(0, dtype=torch.int64, device=self._device)  # that the last of them told
         self._told = torch.tensor([self._says(at) for at in range(len(self._text))], device=self._device)
 
     def __getattr__(self, name: str) -> Any:
@@ -133,6 +134,22 @@ class Scripted:
         for ask, tokens in zip(asks, found, strict=True):
             told = self._told[ask.position + 1 : ask.position + 1 + len(tokens)]
             tokens[: len(told)].copy_(told)
+        self._tokens = found[0]
+        return found
+
+    @torch.inference_mode()
+    def propose_behind(self, block: Unseen) -> torch.Tensor | None:
+        """The same where the device alone knows how much of the last block is accepted, and so which tokens follow."""
+        agreed = (self._tokens[: block.drafted] == block.drawn[: block.drafted]).long().cumprod(0).sum()
+        self._watches.append(Stopwatch(self._device))
+        found = self._drafter.propose_behind(block)
+        self._watches[-1].stop()
+        if found is None:
+            del self._watches[-1]
+            return None
+        self.passes += 1
+        at = block.position + 2 + agreed + torch.arange(found.shape[1], device=self._device)
+        self._tokens = found[0].copy_(self._told[at.clamp(max=len(self._told) - 1)])
         return found
 
     def milliseconds(self) -> float:

@@ -24,7 +24,7 @@ from rekindle.prefix import local_tiers
 from rekindle.prompt import Prompt
 from rekindle.speculative.cost import Costs
 from rekindle.stages import Pipeline, StageOutput
-from rekindle.stages.types import PendingTokens
+from rekindle.stages.types import PendingTokens, Unseen
 
 LENGTH, VOCAB = 40, 320
 GREEDY, SEEDED = Sampling(temperature=0), Sampling(temperature=1.0, seed=5)
@@ -57,6 +57,30 @@ class Reader(PaperReader):
     def _drafted(self, ask: Ask) -> list[int]:
         text = next(text for text in self._texts if text[ask.position] == ask.token)
         return [self._drafter.spoil(token) for token in text[ask.position + 1 : ask.position + 1 + ask.most]]
+
+
+class ReaderBehind(Reader):
+    """Goes on behind a block from what the target has drawn, before the host has read it. Of every 17th position it
+    knows nothing, so that blocks are refused at the same places however wide they are."""
+
+    def propose_behind(self, block: Unseen) -> torch.Tensor | None:
+        self._log.append("behind")
+        drafted, drawn = self._found[0, : block.drafted].tolist(), block.drawn.tolist()
+        agreed = next((n for n, (a, b) in enumerate(zip(drafted, drawn, strict=False)) if a != b), block.drafted)
+        taken = next((n for n, token in enumerate(drawn[:agreed]) if token in block.ends), agreed)
+        position = block.position + 1 + taken
+        self._found.fill_(VOCAB - 1)
+        told = torch.tensor(self._drafted(Ask(block.slot, position, drawn[taken], 15)))
+        self._found[0, : len(told)] = told
+        return self._found[:1]
+
+    def note_behind(self, slot: int, position: int | None) -> None:
+        self._log.append("for nothing" if position is None else "as assumed")
+
+    def _drafted(self, ask: Ask) -> list[int]:
+        text = next(text for text in self._texts if text[ask.position] == ask.token)
+        said = range(ask.position + 1, min(len(text), ask.position + 1 + ask.most))
+        return [text[at] if at % 17 else (text[at] + 1) % VOCAB for at in said]
 
 
 class Logged(Pipeline):
@@ -94,8 +118,8 @@ def plain(lab: Lab, asked: Prompt, sampling: Sampling = GREEDY) -> list[int]:
 
 
 def drafting(lab: Lab, texts: Sequence[Sequence[int]], log: list[str], right: float = 0.7, **fields: Any) -> Engine:
-    ahead, measured = fields.pop("ahead", True), fields.pop("measured", False)
-    pipeline = Logged([lab.stage()], log, drafter=Reader(right, texts, log, ahead))
+    ahead, measured, kind = fields.pop("ahead", True), fields.pop("measured", False), fields.pop("reader", Reader)
+    pipeline = Logged([lab.stage()], log, drafter=kind(right, texts, log, ahead))
     settings = EngineSettings(context=2048, grid=64, drafts=ALONE, async_steps=1, measure_drafts=measured)
     return Engine(pipeline, RecordingCache(local_tiers(PLENTY)), settings).start()
 
@@ -149,6 +173,52 @@ def test_nobody_waits_between_a_pass_and_the_step_that_verifies_it(lab: Lab, mon
     back = [at for at, entry in enumerate(log) if entry == "back" and "pass" in log[at:]]
     follows = [next(entry for entry in log[at:] if entry in ("pass", "token")) for at in back]
     assert "pass" in follows, "tokens of a block are held until what follows it was launched"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_the_next_block_is_drafted_before_the_host_knows_what_is_accepted(lab: Lab, sampling: Sampling) -> None:
+    """The same tokens, blocks and snapshots as where every pass waits for that."""
+    asked, found = prompt(), {}
+    expected = plain(lab, asked, sampling)
+    text = [*asked.tokens, *expected, *range(20)]
+    for reader in (ReaderBehind, type("Waits", (ReaderBehind,), {"propose_behind": Reader.propose_behind})):
+        log = list[str]()
+        engine = drafting(lab, [text], log, reader=reader)
+        answer = Answer(engine, asked, sampling, max_tokens=LENGTH)
+        assert answer.tokens == expected
+        engine.stop()
+        assert isinstance(engine.prefixes, RecordingCache)
+        found[reader] = outcome(answer.finished.draft), engine.prefixes.seen[-1].tokens.tolist(), log
+    (ours, kept, log), (theirs, also_kept, waits) = found.values()
+    assert (ours, kept) == (theirs, also_kept)
+    assert waits.count("pass") == waits.count("unseen") and "behind" not in waits
+    used = log.count("unseen") - log.count("pass")
+    assert used > 1 and log.count("behind") <= used + 1 and "for nothing" not in log
+    assert all(log[at - 1] == "unseen" for at, entry in enumerate(log) if entry == "behind"), "the device is busy then"
+
+
+@pytest.mark.parametrize("how", ["cancelled", "a token that ends it", "its length", "a stop string"])
+def test_an_end_behind_which_a_block_was_drafted_leaves_nothing_behind(lab: Lab, how: str) -> None:
+    asked, log = prompt(), list[str]()
+    expected = plain(lab, asked)
+    engine = drafting(lab, [[*asked.tokens, *expected, *range(20)]], log, reader=ReaderBehind)
+    if how == "cancelled":
+        first = Answer(engine, asked, at_token=lambda n: n == 17 and engine.cancel(first.id), max_tokens=LENGTH)
+        assert 17 <= len(first.tokens) < LENGTH and first.tokens == expected[: len(first.tokens)]
+    elif how == "a token that ends it":
+        ends = frozenset({expected[22]})
+        first = Answer(engine, asked, max_tokens=LENGTH, stop_tokens=ends)
+        assert first.tokens == expected[: expected.index(expected[22])]
+    elif how == "its length":
+        assert Answer(engine, asked, max_tokens=23).tokens == expected[:23]
+    else:
+        seen = list[int]()
+        stop_when = lambda token: len(seen) == 21 or seen.append(token)  # noqa: E731
+        assert Answer(engine, asked, stop_when=stop_when, max_tokens=LENGTH).tokens == expected[:22]
+        assert "behind" not in log, "the host alone can say where such an answer ends"
+    assert Answer(engine, asked, max_tokens=LENGTH).tokens == expected
+    engine.stop()
+    assert engine.status().pages.used == 0 and "behind" in log
 
 
 def test_penalties_and_several_sources_go_the_old_way(lab: Lab) -> None:

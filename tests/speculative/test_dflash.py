@@ -27,6 +27,7 @@ from rekindle.speculative.dflash import Dflash, DraftBlocks, load_dflash
 from rekindle.speculative.files import DrafterFile, open_drafter
 from rekindle.speculative.recorded import Recorder
 from rekindle.speculative.spec import ConvSpec, DrafterSpec, DraftLayer, SelectorSpec
+from rekindle.stages.types import Unseen
 
 V1 = DrafterSpec(
     hidden=32, heads=4, kv_heads=2, head_dim=16, width=64, vocab=50,
@@ -175,6 +176,62 @@ def test_a_recorded_pass_settles_and_proposes_what_any_other_does(file: DrafterF
     for slot in (slot for slot in range(4) if at[slot]):
         pairs = zip(plain.capture(slot)[0].tensors.values(), recorded.capture(slot)[0].tensors.values(), strict=True)
         assert all(torch.allclose(a.float(), b.float(), atol=1e-5) for a, b in pairs)
+
+
+ENDS = frozenset({7, 11})
+
+
+@pytest.mark.parametrize("how", ["as it assumed", "the answer took less"])
+def test_a_pass_behind_a_block_drafts_what_one_does_that_knows_what_was_accepted(file: DrafterFile, how: str) -> None:
+    """The target agrees with more or fewer tokens of the block, and an end may be among them. Where an answer took less
+    than that the context begins anew, and later blocks are those of a drafter which knows no more."""
+    plain, recorded = made(file, slots=4, context=256), made(file, slots=4, context=256, record=lambda step: step)
+    dice, taps, at, seen = random.Random(5), features(400), 20, set[int]()
+    for context in (plain, recorded):
+        fed(context, 1, taps, 0, at)
+    token = 3
+    for _ in range(24):
+        width = dice.randint(1, recorded.longest)
+        block = recorded.propose([Ask(1, at, token, width)])[0]
+        assert plain.propose([Ask(1, at, token, width)])[0] == block
+        agreed = dice.randint(0, width)
+        drawn = [*block[:agreed], (block[agreed] + 1) % 49 if agreed < width else 5, *[9] * (width - agreed)]
+        for context in (plain, recorded):
+            fed(context, 1, taps, at, at + 1 + width, rewindable=True)
+        unseen = Unseen(1, at, width, torch.tensor(drawn), ENDS)
+        found = recorded.propose_behind(unseen)
+        assert found is not None
+        taken = next((n for n, its in enumerate(drawn[: agreed + 1], 1) if its in ENDS), agreed + 1)
+        seen.add(taken)
+        less = how != "as it assumed" and taken > 1
+        at, token = at + taken - less, drawn[taken - 1 - less]
+        for context in (plain, recorded):
+            if context.context(1).stop > at:
+                context.rewind(1, at)
+        recorded.note_behind(1, None if less else at)
+        if less:
+            assert recorded.context(1) == range(at, at)
+            plain._known[1].begin(at)
+        else:
+            assert plain.propose([Ask(1, at, token, recorded.longest)])[0] == tuple(found[0].tolist())
+    assert len(seen) > 2
+    for context in (plain, recorded):  # else it may have begun anew right here
+        fed(context, 1, taps, at, at + 1)
+    pairs = zip(plain.capture(1)[0].tensors.values(), recorded.capture(1)[0].tensors.values(), strict=True)
+    assert all(torch.allclose(a.float(), b.float(), atol=1e-5) for a, b in pairs)
+
+
+def test_no_pass_goes_behind_a_block_with_more_features_than_it_takes_in(file: DrafterFile) -> None:
+    drafter, taps = made(file, slots=4, context=256, record=lambda step: step), features(60)
+    fed(drafter, 0, taps, 0, 20)
+    fed(drafter, 0, taps, 20, 24, rewindable=True)
+    drawn = torch.tensor([1, 2, 3, 4])
+    assert drafter.propose_behind(Unseen(0, 20, 3, drawn, frozenset())) is None, "20 positions have not been settled"
+    drafter.rewind(0, 22)
+    drafter.propose([Ask(0, 22, 1, 3)])
+    fed(drafter, 0, taps, 22, 26, rewindable=True)
+    assert drafter.propose_behind(Unseen(0, 22, 3, drawn, frozenset(range(99)))) is None, "so many ends are not known"
+    assert drafter.propose_behind(Unseen(0, 22, 3, drawn, frozenset(range(9)))) is not None
 
 
 def test_a_captured_context_goes_on_as_if_it_had_not_been(file: DrafterFile) -> None:

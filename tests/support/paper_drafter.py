@@ -11,7 +11,7 @@ from rekindle.batch import Ask, Batch
 from rekindle.engine.drafting import Drafts
 from rekindle.snapshots.types import Part
 from rekindle.speculative.width import MOST
-from rekindle.stages.types import PendingTokens
+from rekindle.stages.types import PendingTokens, Unseen
 
 VOCAB = 320
 
@@ -66,6 +66,10 @@ class PaperReader:
     def propose_ahead(self, asks: Sequence[Ask]) -> Tensor:
         raise NotImplementedError
 
+    def propose_behind(self, block: Unseen) -> Tensor | None:
+        return None
+
+    def note_behind(self, slot: int, position: int | None) -> None: ...
     def read(self, batch: Batch, features: Sequence[Tensor], pending: PendingTokens | None) -> None: ...
     def context(self, slot: int) -> range:
         return range(0)

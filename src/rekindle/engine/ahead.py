@@ -10,6 +10,7 @@ import torch
 
 from rekindle.batch import Ask
 from rekindle.engine.to_host import OnHost
+from rekindle.stages.types import Unseen
 
 
 class Stopwatch:
@@ -49,7 +50,7 @@ class Ahead:
         self._width = tokens.shape[1]
         self._places = {ask.slot: place for place, ask in enumerate(asks)}
         self._watch = watch
-        self._host = OnHost(tokens)
+        self._host = OnHost(tokens if tokens.is_cuda else tokens.clone())  # read when the next pass may have run
         self._known: list[list[int]] | None = None
 
     def first(self, slot: int) -> int:
@@ -65,6 +66,32 @@ class Ahead:
     def seconds(self) -> float:
         """Of the pass, once the device has made it."""
         return self._watch.seconds()
+
+
+class PassBehind:
+    """A pass that drafts the block behind one which is being verified, before the host knows what is accepted of it."""
+
+    def __init__(self, slot: int, tokens: torch.Tensor, began: float, watch: Stopwatch) -> None:
+        self.slot = slot
+        self.position: int | None = None  # of the last token before its block, once the host knows it and agrees
+        self._given = tokens, began, watch
+
+    def ahead(self, asks: Sequence[Ask]) -> Ahead | None:
+        """Its tokens, where they are what is asked for."""
+        if self.position is None or [(ask.slot, ask.position) for ask in asks] != [(self.slot, self.position)]:
+            return None
+        tokens, began, watch = self._given
+        return Ahead(tokens, asks, began, watch)
+
+
+def launch_behind(
+    propose: Callable[[Unseen], torch.Tensor | None], block: Unseen, device: torch.device
+) -> PassBehind | None:
+    """device: of the drafter."""
+    began, watch = time.monotonic(), Stopwatch(device)
+    tokens = propose(block)
+    watch.stop()
+    return None if tokens is None else PassBehind(block.slot, tokens, began, watch)
 
 
 def launch_pass(

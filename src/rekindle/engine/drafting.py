@@ -17,11 +17,12 @@ from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 from rekindle.batch import PENDING, Ask
-from rekindle.engine.ahead import Ahead
+from rekindle.engine.ahead import Ahead, PassBehind
 from rekindle.engine.types import DraftReport
 from rekindle.speculative.cost import Costs
 from rekindle.speculative.width import MOST, DrafterWidth, Purse, Width
 from rekindle.stages.layout import round_up
+from rekindle.stages.types import Unseen
 
 LEARNT = 4096  # tokens of a prompt that the drafter takes in per step: some milliseconds, while the device computes
 NEAR = 64  # tokens that it takes in before it proposes; it proposes nothing while more are missing
@@ -89,6 +90,11 @@ class Draft:
         if self._model is None or most < 1 or self._fault() is not None:
             return 0
         return min(most, self._model.at(len(tokens)))
+
+    @property
+    def will_go_on(self) -> bool:
+        """Whether the pipeline's drafter, which has proposed the last block, will likely be asked for the next one."""
+        return self._model is not None and self._proposed_by is self._model and self._model.pays
 
     def take_model(self) -> None:
         """The next block is proposed by the pipeline's drafter."""
@@ -232,16 +238,25 @@ class Proposer:
         ask: Callable[[Sequence[Ask]], list[tuple[int, ...]]] | None = None,
         costs: Costs | None = None,
         launch: Callable[[Sequence[Ask]], Ahead | None] | None = None,
+        launch_behind: Callable[[Unseen], PassBehind | None] | None = None,
     ) -> None:
         """ask: the pipeline's drafter, if it has one. launch: the same without a wait for its tokens, where the stages
-        can take them from the device."""
+        can take them from the device. launch_behind: without a wait for what is accepted of the block before."""
         self._ask = ask
         self._costs = costs
         self._launch = launch
+        self._launch_behind = launch_behind
+        self._behind: PassBehind | None = None  # of the block that is being verified
 
     def note_sequences(self, count: int) -> None:
         if self._costs is not None:
             self._costs.sequences = max(1, count)
+
+    def go_on(self, block: Unseen) -> PassBehind | None:
+        """Have the block behind this one drafted at once: the device would stand still while the host reads what was
+        accepted, and has the next pass launched."""
+        self._behind = None if self._launch_behind is None else self._launch_behind(block)
+        return self._behind
 
     def propose(self, sequences: Iterable[DraftPass]) -> Proposals:
         drafting = list(sequences)
@@ -263,9 +278,10 @@ class Proposer:
     def _launched(self, step: Sequence[DraftPass], asks: Sequence[Ask]) -> Ahead | None:
         """None where the host has to know the tokens, of all blocks of the step or of none. Those that it does not know
         come from one place: the drafter, or the step before."""
+        behind, self._behind = self._behind, None
         if self._launch is None or any(sequence.in_flight or not sequence.verifies_unseen for sequence in step):
             return None
-        return self._launch(asks)
+        return (behind and behind.ahead(asks)) or self._launch(asks)
 
     def _passed(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         assert self._ask is not None, "only a pipeline with a drafter is asked"

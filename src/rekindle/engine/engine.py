@@ -27,7 +27,7 @@ import torch
 
 from rekindle.engine.account import Totals
 from rekindle.engine.admission import Admission
-from rekindle.engine.ahead import launch_pass
+from rekindle.engine.ahead import launch_behind, launch_pass
 from rekindle.engine.audit import Auditor
 from rekindle.engine.audit_runs import AuditRuns
 from rekindle.engine.drafting import NO_DRAFTS, Drafts, Measures, Proposer
@@ -98,7 +98,8 @@ class Engine:
         self._measures = Measures(costs, pipeline.async_steps > 0, longest, fault=lambda: pipeline.drafter_fault)
         ahead = partial(launch_pass, pipeline.propose_ahead, device=pipeline.logits_device)
         ask = pipeline.propose if drafter is not None else None
-        proposer = Proposer(ask, costs, ahead if pipeline.drafts_ahead else None)
+        behind = partial(launch_behind, pipeline.propose_behind, device=pipeline.logits_device)
+        proposer = Proposer(ask, costs, *((ahead, behind) if pipeline.drafts_ahead else ()))
         reach = drafter.reach if drafter is not None else 0
         scheduler = Scheduler(
             grid, pipeline.depth, async_steps, pace, None if pipeline.on_cpu else BLOCK_ROWS, proposer, reach

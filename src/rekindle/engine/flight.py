@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from rekindle.batch import PENDING, Batch, Segment, Wanted
-from rekindle.engine.ahead import Ahead
+from rekindle.engine.ahead import Ahead, PassBehind
 from rekindle.engine.sampler import Draw, draw
 from rekindle.engine.sequence import Sequence as LiveSequence
 from rekindle.engine.to_host import DrawnTokens
@@ -20,6 +20,7 @@ from rekindle.engine.token_counts import TokenCounts
 from rekindle.engine.types import Sampling
 from rekindle.grammar.guide import Mask
 from rekindle.stages import StageOutput
+from rekindle.stages.types import Unseen
 
 log = logging.getLogger("rekindle.engine")
 
@@ -108,6 +109,7 @@ class Flight:
         self.owners = owners
         self.output = output
         self.ahead = ahead
+        self.behind: PassBehind | None = None  # drafts what follows its block
         by_segment = [_drawn_rows(segment, owner) for segment, owner in zip(batch.segments, owners, strict=True)]
         self.drawing = [row for rows in by_segment for row in rows]
         self._counts = [len(rows) for rows in by_segment]  # of rows drawn, by segment
@@ -185,6 +187,20 @@ class Flight:
                 failure = self.failures.get(first + len(accepted) - 1)
                 yield Outcome(owner, segment, rows[len(rows) - count :], accepted, failure)
             first += count
+
+    @property
+    def unseen(self) -> Unseen | None:
+        """Its block, where it is the only one, was handed over before the host knew it, and the tokens are being drawn:
+        if nothing but the tokens themselves can end the answer in it."""
+        if self.ahead is None or self.drawn is None or self.failures or len(self.owners) > 1:
+            return None
+        (segment,), (owner,) = self.batch.segments, self.owners
+        request = owner.request
+        room = owner.max_tokens - owner.answer_length - len(segment)
+        if segment.tokens[-1] != PENDING or request.stop_when is not None or room < 2:
+            return None
+        ends = frozenset[int]() if request.ignore_stop_tokens else frozenset(request.stop_tokens)
+        return Unseen(segment.slot, segment.position, len(segment) - 1, self.drawn.tokens, ends)
 
     def _drafted(self, segment: Segment) -> Sequence[int]:
         """The tokens of a block."""

@@ -93,12 +93,18 @@ class Launcher:
         began = launched if ahead is None else ahead.began
         flight = Flight(batch, tuple(owners), output, began, ahead, self.draw)
         flight.enqueue_draw(self._pipeline.logits_device)
+        self._go_on(flight)
         for segment, sequence in zip(batch.segments, owners, strict=True):
             sequence.advance(segment.end, alone=len(owners) == 1, grid=self._grid)
             if sequence.prefilling:
                 self._capture_at_boundary(sequence)
             sequence.draft.learn(sequence.tokens)
         self._flights.append(flight)
+
+    def _go_on(self, flight: Flight) -> None:
+        """Draft what follows its block, while the device is busy with that."""
+        if all(owner.draft.will_go_on for owner in flight.owners) and (block := flight.unseen) is not None:
+            flight.behind = self._scheduler.proposer.go_on(block)
 
     def preempt_youngest(self) -> None:
         """The youngest sequence leaves its slot with all its state, and returns when pages are free. Background work is

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Sequential
 
 from rekindle.batch import Wanted
 from rekindle.engine.account import Totals
+from rekindle.engine.ahead import PassBehind
 from rekindle.engine.audit_runs import AuditRuns
 from rekindle.engine.endings import Endings
 from rekindle.engine.flight import Flight, Outcome, Result
@@ -97,6 +98,7 @@ class Collector:
             self._collect_rows(result)
         for outcome in flight.outcomes():
             self._collect_tokens(outcome)
+            self._note_behind(flight.behind, outcome)
         if any(owner.ending is not None or owner.late_capture is not None for owner in flight.owners):
             self.let_go()  # a capture may take longer than the step that the tokens are held for
         for result in flight.results():
@@ -222,6 +224,18 @@ class Collector:
         if (position := segment.position + taken) < segment.end:
             self._pipeline.rewind(segment.slot, position)
             sequence.go_back(position)
+
+    def _note_behind(self, behind: PassBehind | None, outcome: Outcome) -> None:
+        """What follows the block was drafted as if the answer took all that the target and the drafter agree on, up to
+        a token that ends it. Where it took less, as when its client has left, that pass was for nothing."""
+        if behind is None:
+            return
+        segment, request = outcome.segment, outcome.owner.request
+        ends = frozenset[int]() if request.ignore_stop_tokens else request.stop_tokens
+        taken = next((n for n, token in enumerate(outcome.accepted, 1) if token in ends), len(outcome.accepted))
+        position = segment.position + taken
+        behind.position = position if outcome.owner.position == position else None
+        self._pipeline.note_behind(segment.slot, behind.position)
 
     def _accept_token(self, sequence: Sequence, token: int) -> AnswerEnd | None:
         """How the answer ends, if this token ends it."""

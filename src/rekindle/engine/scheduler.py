@@ -53,7 +53,7 @@ class Scheduler:
         self.async_steps = async_steps  # steps launched before the token of the last one is known
         self.pace = pace  # None: chunks and decode rows share batches
         self.block_rows = block_rows  # of all blocks of a batch together, where they are bounded
-        self._proposer = proposer or Proposer()
+        self.proposer = proposer or Proposer()
         self._reach = reach  # positions of which a drafter reads features; 0: there is none
         self._chunk_was_last = False
         self._prefilling: deque[Sequence] = deque()  # turns are taken in order, one chunk each; short ones may go along
@@ -153,8 +153,8 @@ class Scheduler:
 
     def _rows_that_fit(self, sequences: list[Sequence], fits: Fits, drafts: bool) -> tuple[Segments, Ahead | None]:
         """The next rows of the sequences: one each, or a block where tokens are drafted and pages are free."""
-        self._proposer.note_sequences(len(sequences))
-        proposed = self._proposer.propose(sequences) if drafts else Proposals([()] * len(sequences))
+        self.proposer.note_sequences(len(sequences))
+        proposed = self.proposer.propose(sequences) if drafts else Proposals([()] * len(sequences))
         longest = self._longest_draft(len(sequences))
         pairs = zip(sequences, proposed.tokens, strict=True)
         found = [(self._next_rows(sequence, drafted[:longest], fits), sequence) for sequence, drafted in pairs]

@@ -26,7 +26,7 @@ from rekindle.errors import SnapshotMismatch
 from rekindle.kernels.draft import ring_rows
 from rekindle.snapshots.types import DRAFTER_LAYER, Part, Ready, wait_for
 from rekindle.speculative.dflash import Dflash, DraftBlocks, Keys
-from rekindle.speculative.recorded import RecordedPass, Recorder
+from rekindle.speculative.recorded import RecordedPass, Recorder, UnseenBlock
 
 IDENTITY = "identity"  # tensor of the part: whose context it is, uint8
 FULL = 4096  # positions that a layer without a window keeps
@@ -258,6 +258,19 @@ class RingContext(ABC):
     def propose_ahead(self, asks: Sequence[Ask]) -> Tensor:
         raise NotImplementedError("this drafter's tokens are known to the host first")
 
+    def propose_behind(self, block: UnseenBlock) -> Tensor | None:
+        return None
+
+    def note_behind(self, slot: int, position: int | None) -> None:
+        """What waited has become K and V, up to `position`. Where the pass went another way the rings hold what is not
+        the sequence's, and have lost what was: the context begins anew."""
+        with self._settling:
+            known = self._known[slot]
+            if known.position == known.stop == position:
+                known.settle()
+            else:
+                known.begin(known.position)
+
     def _begin_blocks(self, asks: Sequence[Ask]) -> None:
         with self._settling:
             for ask in asks:
@@ -438,6 +451,18 @@ class DrafterContext(RingContext):
         self._begin_blocks(asks)
         with self._settling, self._on_device():
             return self._draft_recorded(asks)
+
+    def propose_behind(self, block: UnseenBlock) -> Tensor | None:
+        """None where what waits is more than a pass takes in, or not all of it was seen."""
+        if self._recorded is None:
+            return None
+        with self._settling, self._on_device():
+            known = self._known[block.slot]
+            before = known.waiting_rows - 1 - block.drafted
+            if known.stop != known.position or before < 0 or known.waiting_rows > self._recorded.rows:
+                return None
+            waiting = [tuple(rows[i] for i in self._order) for rows in known.waiting]
+            return self._recorded.run_behind(block, known.start, before, waiting)
 
     def _draft_recorded(self, asks: Sequence[Ask]) -> Tensor:
         """[asks, tokens of a block], where the next pass writes too. Features that wait become K and V in the same

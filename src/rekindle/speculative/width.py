@@ -70,6 +70,7 @@ class Width:
         self._filled = filled
         self._ready = ready
         self._width = FIRST
+        self.pays = False  # the last block was worth it
         self._rest = 1  # tokens, after the next block that does not pay
         self._until = 0  # length at which the rest ends
         self._seen: int | None = None  # length when the purse was filled last
@@ -102,7 +103,8 @@ class Width:
         if self._purse is not None:
             self._purse.settle(cost, accepted)
         self._learn(proposed, accepted)
-        if accepted > cost or self._will_pay():
+        self.pays = accepted > cost or self._will_pay()
+        if self.pays:
             self._rest = 1
         else:
             self.rest(length)

@@ -36,6 +36,7 @@ from rekindle.stages.types import (
     Stage,
     StageOutput,
     TwoPhaseRestore,
+    Unseen,
 )
 
 log = logging.getLogger("rekindle.stages")
@@ -149,6 +150,15 @@ class Pipeline:
         """The same, on the device: nobody waits for it. None once the drafter has failed."""
         drafter = self.drafter
         return None if drafter is None else self._drafted(lambda: drafter.propose_ahead(asks), None)
+
+    def propose_behind(self, block: Unseen) -> torch.Tensor | None:
+        """Tokens behind those that will be accepted of a block: nobody waits for the target's."""
+        drafter = self.drafter
+        return None if drafter is None else self._drafted(lambda: drafter.propose_behind(block), None)
+
+    def note_behind(self, slot: int, position: int | None) -> None:
+        if (drafter := self.drafter) is not None:
+            self._drafted(lambda: drafter.note_behind(slot, position), None)
 
     def _drafted(self, call: Callable[[], T], instead: T) -> T:
         """What the drafter answers. After a fault its state is not known, so the pipeline does without it."""

@@ -125,6 +125,17 @@ class Stage(StateHolder, Protocol):
     def stop(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Unseen:
+    """A block that is being verified: the host does not know yet what of it is accepted, and the device does."""
+
+    slot: int
+    position: int  # of its first token, the only one that the host knows
+    drafted: int  # tokens behind that one, where the last pass left them
+    drawn: torch.Tensor  # int64 [1 + drafted]: what the target draws after each of them
+    ends: frozenset[int]  # tokens that end the answer: what is drawn behind one is not accepted
+
+
 class FeatureReader(StateHolder, TwoPhaseRestore, Protocol):
     """A drafter with a state of its own for every slot, which it computes from features of the target's layers."""
 
@@ -164,6 +175,15 @@ class FeatureReader(StateHolder, TwoPhaseRestore, Protocol):
 
     def propose_ahead(self, asks: Sequence[Ask]) -> torch.Tensor:
         """Where it can: int64 [asks, tokens of its longest block]; the next pass writes over them."""
+        ...
+
+    def propose_behind(self, block: Unseen) -> torch.Tensor | None:
+        """Where it can, for the block that follows one which is being verified: [1, tokens], behind what the target
+        accepts. None where it has to know more. The slot is read again after `note_behind`."""
+        ...
+
+    def note_behind(self, slot: int, position: int | None) -> None:
+        """The target has accepted the tokens before `position`, as that pass has assumed; None: it has not."""
         ...
 
     def context(self, slot: int) -> range:
