@@ -6,10 +6,10 @@ Random weights in the exact shapes; servers as people start them, asked with ran
 new folder beside the models, and kernels to a new cache, so that each server knows nothing of earlier runs and the
 first one compiles what it needs.
 
-held      35B-A3B, `--vram 22.1GiB --context 131072` (--budget says another number of GiB), as it is and, held-live,
-          with --live-memory: the first request of a fresh server, 1,024 tokens, and the kernels that were compiled, or
-          loaded from Triton's cache, after the server said that it was ready; then ten turns of 300 new tokens on
-          32,768, their time to first token over that of `defaults-moe` (goal 2)
+held      35B-A3B, `--vram 22.1GiB --context 131072` (--budget says another number of GiB): the first request of a
+          fresh server, 1,024 tokens, and the kernels that were compiled, or loaded from Triton's cache, after the
+          server said that it was ready; then ten turns of 300 new tokens on 32,768, their time to first token over
+          that of `defaults-moe` (goal 2)
 defaults  35B-A3B (defaults-moe) and 27B (defaults-dense), `--context 40960` and, with -own behind the name, the model's
           own limit, nothing else: a prompt of 32,768 tokens sent twice (the second time nothing is computed), then ten
           turns of 300 new tokens (nothing is restored over the link: all comes from the tier `device`)
@@ -262,7 +262,6 @@ def parts(options: argparse.Namespace, scale: Scale, out: Path, told: Told) -> d
     budget = [] if options.device == "cpu" else ["--vram", f"{options.budget}GiB"]
     every: dict[str, Callable[[], None]] = {
         "held": lambda: held(scale, folder, out, told, budget),
-        "held-live": lambda: held(scale, folder, out, told, [*budget, "--live-memory"]),
         "defaults-moe": lambda: defaults(scale, folder, out, told, scale.sparse, scale.context),
         "mix": lambda: mix(folder, out, told, options.device, options.budget, left()),
         "defaults-moe-own": lambda: defaults(scale, folder, out, told, scale.sparse, None),

@@ -247,7 +247,7 @@ def test_memory_that_is_traded_is_measured(tmp_path: Path) -> None:
 
 def test_memory_that_is_shared_live_is_measured_through_http(tmp_path: Path) -> None:
     """The smallest form, on a CPU: three of its seven parts, one of each kind."""
-    parts = "held-live,defaults-dense-own,mix"
+    parts = "held,defaults-dense-own,mix"
     small = ["--device", "cpu", "--folder", str(tmp_path), "--only", parts]
     told = run_script("gpu/bench_live.py", *small, misses_goal=True, OUT=str(tmp_path))
     found = json.loads((tmp_path / "bench_live.json").read_text())
