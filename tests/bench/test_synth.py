@@ -37,7 +37,7 @@ def test_the_gguf_packages_reader_reads_it_too(shape: str, tmp_path: Path) -> No
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type).reshape(file.tensors[tensor.name].shape)
         np.testing.assert_array_equal(file.values(tensor.name), values)
-    assert reader.fields["tokenizer.ggml.tokens"].contents() == file.metadata["tokenizer.ggml.tokens"]
+    assert reader.fields["tokenizer.ggml.tokens"].contents() == list(file.metadata["tokenizer.ggml.tokens"])
     assert path.stat().st_size >= reader.tensors[-1].data_offset + reader.tensors[-1].n_bytes
 
 
