@@ -95,6 +95,14 @@ def twins(launches: list[Launch]) -> list[str]:
     return sorted(kernel for (kernel, _), count in plain.items() if count > 1)
 
 
+def tile_of(launch: Launch) -> int:
+    """Pairs that a program of the grouped kernel has at once."""
+    data = json.loads(launch.data)
+    names, keys = list(data["signature"]), [key[0] for key in data["constant_keys"]]
+    tile: int = dict(zip((names[key] for key in keys), data["constant_vals"], strict=True))["BM"]
+    return tile
+
+
 def _without_numbers(data: dict[str, Any]) -> str:
     """Constants of ours are written in capitals; a number that was made one by the compiler is not."""
     names = list(data["signature"])
@@ -137,6 +145,7 @@ def main(folder: Path) -> None:
             "more": [f"{launch.kernel} {launch.data}" for launch in more],
             "cold": [launch.kernel for launch in cold],
             "cold twins": twins(cold),
+            "tiles": sorted({tile_of(launch) for launch in (*needed, *cold) if launch.kernel == "_grouped_kernel"}),
             "missing": missing,
             "hits": cache_hits(),
         }

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from rekindle.bench.synth import write_synthetic
+from rekindle.kernels.moe.groups import pairs_tile
 from rekindle.spec import Span
 from rekindle.warmup import compile_ahead
 from rekindle.warmup.compile_ahead import CompileJob, compiling_ahead, stamp_name
@@ -68,6 +69,11 @@ def test_layers_with_cold_experts_name_theirs_once_for_rings_of_one_kind(found: 
     assert {"_admit_kernel", "_fetch_kernel", "_exchange_kernel"} <= set(found["cold"])
     assert {"_ask_kernel", "_collect_kernel"} <= set(found["cold"])
     assert found["cold twins"] == []
+
+
+def test_cold_experts_name_every_form_that_rows_of_a_chunk_need(found: dict[str, Any]) -> None:
+    """As many pairs of an expert as chunks of any length have, up to those whose experts are expanded."""
+    assert set(found["tiles"]) >= {pairs_tile(-(-2 * rows * 8 // 256)) for rows in range(1, 3072)}
 
 
 def test_the_layers_that_stand_for_the_others_need_every_kernel_that_those_do(found: dict[str, Any]) -> None:

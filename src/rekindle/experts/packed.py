@@ -163,26 +163,29 @@ class PackedWeights:
         return self.at_place.masked_fill(~missing.index_select(0, self.at_place), -1)
 
     def _run(self, h: Tensor, slots: Tensor, weights: Tensor, stacks: Stacks, shares: Tensor) -> None:
-        """Writes the weighted shares of the pairs whose slot is one of the stacks'; the others stay as they are."""
-        from rekindle.kernels.moe import groups
-        from rekindle.kernels.moe.grouping import group
-        from rekindle.kernels.moe.triton import MANY_ROWS
-
-        gate, up, down = stacks
-        if not gate.experts:  # no hot expert, no cache
-            return
-        h, used, expanding = h.contiguous(), slots.shape[1], h.shape[0] >= MANY_ROWS
-        density = -(-2 * slots.numel() // self._residency.experts)
-        order, starts = group(slots, gate.experts)
-        inner = torch.empty(slots.numel(), gate.rows, dtype=h.dtype, device=h.device)
-        tile = groups.group_config(h.device, density, expanding)
-        groups.run_grouped(h, order, starts, weights, inner, [gate, up], used, tile, expanding)
-        groups.run_grouped(inner, order, starts, weights, shares, [down], used, tile, expanding)
+        if stacks[0].experts:  # there is a hot expert, or a cache
+            run_slots(h, slots, weights, stacks, shares, self._residency.experts)
 
     def _values(self, expert: int) -> Three:
         place = self._cold.index(expert)
         gate, up, down = (packed_values(one_expert(stack, place)) for stack in self.host_stacks)
         return gate, up, down
+
+
+def run_slots(h: Tensor, slots: Tensor, weights: Tensor, stacks: Stacks, shares: Tensor, experts: int) -> None:
+    """Writes the weighted shares of the pairs whose slot is one of the stacks'; the others stay as they are. experts:
+    of the layer, wherever they lie."""
+    from rekindle.kernels.moe import groups
+    from rekindle.kernels.moe.grouping import group
+    from rekindle.kernels.moe.triton import MANY_ROWS
+
+    gate, up, down = stacks
+    h, used, expanding = h.contiguous(), slots.shape[1], h.shape[0] >= MANY_ROWS
+    order, starts = group(slots, gate.experts)
+    inner = torch.empty(slots.numel(), gate.rows, dtype=h.dtype, device=h.device)
+    tile = groups.group_config(h.device, -(-2 * slots.numel() // experts), expanding)
+    groups.run_grouped(h, order, starts, weights, inner, [gate, up], used, tile, expanding)
+    groups.run_grouped(inner, order, starts, weights, shares, [down], used, tile, expanding)
 
 
 def _gpu():  # type: ignore[no-untyped-def]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from rekindle.experts.packed import run_slots
 from rekindle.experts.planes import make_parts, make_pieces
 from rekindle.experts.residency import Residency
 from rekindle.experts.routed import RoutedFfn
@@ -16,8 +17,10 @@ ADDRESS = 1 << 40  # of host memory; kernels are specialised on its alignment on
 def launch_cold_experts(ffn: RoutedFfn, kept: int, lendable: int, dtype: torch.dtype) -> None:
     """Of the layer's expert cache: slots that follow the routing, and slots that can be lent. One row, and every power
     of two of rows that the cache admits at once; with and without the CPU's share, which is decided by a measurement
-    when the weights are there."""
+    when the weights are there. And the rows of a chunk, whose experts come through the staging area: as many as need
+    each form of the grouped kernel."""
     from rekindle.experts import triton as kernels
+    from rekindle.kernels.moe.groups import PAIRS_TILES
     from rekindle.kernels.moe.triton import moe_missing, takes_missing
 
     stacks = ffn.gate, ffn.up, ffn.down
@@ -46,3 +49,8 @@ def launch_cold_experts(ffn: RoutedFfn, kept: int, lendable: int, dtype: torch.d
     pieces = make_pieces(stacks, stacks, 0, device)
     kernels.fetch(pieces, residency.owner, places)
     kernels.exchange(pieces, 0, 0)
+    for pairs in PAIRS_TILES:
+        rows = pairs * experts // (2 * ffn.used)
+        h, slots = h[:1].expand(rows, hidden), torch.zeros(rows, ffn.used, dtype=torch.int32, device=device)
+        weights, shares = torch.empty(slots.shape, device=device), torch.empty(slots.numel(), hidden, device=device)
+        run_slots(h, slots, weights, stacks, shares, experts)

@@ -35,6 +35,7 @@ class GroupConfig(NamedTuple):
 
 
 EXPANDED = {ORDINARY: GroupConfig(128, 128, 2, 8, 3), LEAST: GroupConfig(64, 64, 2, 8, 2)}
+PAIRS_TILES = 16, 32, 64  # of quantised experts
 QUANTISED = {ORDINARY: GroupConfig(64, 64, 4, 4, 3), LEAST: GroupConfig(64, 64, 4, 8, 2)}  # of as many pairs at most
 
 
@@ -45,7 +46,7 @@ def group_config(device: torch.device, pairs_per_expert: int, expanded: bool) ->
 
 
 def pairs_tile(pairs_per_expert: int) -> int:
-    return min(64, max(16, triton.next_power_of_2(pairs_per_expert)))
+    return next((tile for tile in PAIRS_TILES if tile >= pairs_per_expert), PAIRS_TILES[-1])
 
 
 @triton.jit
