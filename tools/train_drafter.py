@@ -282,8 +282,11 @@ def make_drafter(target: Target, spec: DrafterSpec, dice: torch.Generator) -> Dr
     return Drafter(spec, weights, embedding, head[: file.spec.drawable])
 
 
-def train(drafter: Drafter, corpus: Corpus, options: argparse.Namespace, dice: torch.Generator) -> list[Row]:
-    """The first texts, one in fifty, are only looked at; the weights that do best on them are those that stay."""
+def train(
+    drafter: Drafter, corpus: Corpus, options: argparse.Namespace, dice: torch.Generator, layers: int
+) -> list[Row]:
+    """layers: of the target. The first texts, one in fifty, are only looked at; the weights that do best on them are
+    those that stay."""
     texts, device = len(corpus.first), corpus.first.device
     apart = min(64, 1 + texts // 50)
     if texts - apart < options.texts:
@@ -312,6 +315,7 @@ def train(drafter: Drafter, corpus: Corpus, options: argparse.Namespace, dice: t
             curve.append(dict(zip(CURVE, numbers, strict=True)))
             if curve[-1]["unseen length"] > best:
                 best, kept = curve[-1]["unseen length"], [weight.detach().clone() for weight in weights]
+                save(drafter, options.out, layers)  # so that a training which is cut short leaves something
             print("  ".join(f"{name} {value:.4g}" for name, value in curve[-1].items()), flush=True)
     if options.keep == "best":
         with torch.no_grad():
@@ -370,7 +374,7 @@ def main() -> None:
         texts += given_texts(target, options.text)
     corpus = make_corpus(target, texts, spec.taps, options.store)
     drafter = make_drafter(target, spec, dice)
-    curve = train(drafter, corpus, options, dice)
+    curve = train(drafter, corpus, options, dice, target.model.spec.layers)
     save(drafter, options.out, target.model.spec.layers)
     rows = evaluate(target, options.out, held_out, options.longest) if held_out else {}
     (options.out / "training.json").write_text(json.dumps({"curve": curve, "rows": rows}))

@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from rekindle.build import probe_device, speeds
 from rekindle.build.machine import make_machine
 from rekindle.build.probe import Probe
-from rekindle.cli.commands import app
+from rekindle.cli.commands import app, command_named
 from rekindle.config import Config, parse_shards
 from rekindle.errors import BadConfig
 
@@ -88,6 +87,6 @@ def test_a_shard_that_makes_no_sense_is_refused(golden: Path, arguments: list[st
 
 def test_every_command_that_plans_assumes_as_many_sequences_as_serve() -> None:
     planning = ("devices", "plan", "serve")
-    commands = {name: get_command(app).commands[name] for name in planning}  # type: ignore[attr-defined]
+    commands = {name: command_named(name) for name in planning}
     defaults = {name: {p.name: p.default for p in command.params}["sequences"] for name, command in commands.items()}
     assert defaults == dict.fromkeys(planning, Config().sequences)
