@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from rekindle.engine.ahead import Ahead, Stopwatch, launch_pass
 from rekindle.engine.drafting import Drafts
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.launch import pending_blocks
+from rekindle.engine.results import Collector
 from rekindle.engine.types import DraftReport, Sampling, Token
 from rekindle.prefix import local_tiers
 from rekindle.prompt import Prompt
@@ -273,6 +275,22 @@ def test_an_end_while_a_block_is_under_way_leaves_nothing_behind(lab: Lab, how: 
     assert Answer(engine, asked, max_tokens=LENGTH).tokens == expected
     engine.stop()
     assert engine.status().pages.used == 0 and log.count("unseen") > 2
+
+
+def test_while_a_block_is_chosen_the_device_stands_still_at_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step came back at 10, and this one was launched at 12; it is 15 now. A plain step was ready before."""
+    monkeypatch.setattr("rekindle.engine.results.time.monotonic", lambda: 15.0)
+    noted = list[tuple[int, float]]()
+    collector = Collector.__new__(Collector)
+    collector._pace, collector._costs = None, Costs()
+    monkeypatch.setattr(Costs, "note_step", lambda self, sequences, rows, seconds: noted.append((rows, seconds)))
+    owner = SimpleNamespace(decoding=True)
+    for tokens in ((1,), (1, 2, 3)):
+        collector._last_back = 10.0
+        batch = Batch((Segment(0, 4, tokens, Wanted.ALL),), rewindable=len(tokens) > 1)
+        flight = SimpleNamespace(batch=batch, owners=(owner,), launched=12.0, began=12.0, ahead=None)
+        collector._note_pace(flight)  # type: ignore[arg-type]
+    assert noted == [(1, 3.0), (3, 5.0)]
 
 
 def test_a_pass_is_timed_apart_from_the_step_behind_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,8 +121,10 @@ class Collector:
         return bool(self._flights) and self._flights[0].waits
 
     def _note_pace(self, flight: Flight) -> None:
-        """Flights follow one another on the device: each began when it was launched, or when the last came back."""
-        launched, began = max(flight.launched, self._last_back), max(flight.began, self._last_back)
+        """Flights follow one another on the device: each began when it was launched, or when the last came back. What a
+        block holds depends on what came back, so the device has stood still meanwhile, and that is the block's cost."""
+        last, began = self._last_back, max(flight.began, self._last_back)
+        launched = last if last and flight.batch.rows > len(flight.owners) else max(flight.launched, last)
         self._last_back = time.monotonic()
         if self._costs is not None and all(owner.decoding for owner in flight.owners):
             seconds = self._last_back - launched
