@@ -76,7 +76,7 @@ def test_without_a_template_messages_are_refused_by_name():
     assert caught.value.field == "messages"
 
 
-def test_a_prompt_beyond_the_context_is_counted_and_not_rendered_to_be_run(text):
+def test_a_prompt_beyond_the_context_is_counted_and_not_rendered_to_be_run(text, monkeypatch):
     tokenizer = Tokenizer.from_gguf(byte_vocabulary(add_bos=False))
     narrow = ModelText(tokenizer, ChatTemplate(CHATML, tokenizer), context=20)
     asked = [{"role": "user", "content": "a question of more than twenty letters"}]
@@ -84,6 +84,10 @@ def test_a_prompt_beyond_the_context_is_counted_and_not_rendered_to_be_run(text)
         narrow.render(asked, None, True)
     assert narrow.beyond_context.render(asked, None, True).tokens == text.render(asked, None, True).tokens
     assert narrow.beyond_context.encode("x" * 21, True).tokens == text.encode("x" * 21, True).tokens
+    monkeypatch.setattr("rekindle.api.model_text.MAX_PROMPT", 30)
+    with pytest.raises(BadRequest, match="at most 30 tokens are counted") as caught:
+        narrow.beyond_context.render(asked, None, True)
+    assert not isinstance(caught.value, PromptTooLong), "clients would take it for the limit of their prompts"
 
 
 def test_watcher_and_shown_text_agree_on_where_an_answer_stops(text):

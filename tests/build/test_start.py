@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import rekindle
-from rekindle.cli.commands import HELP, command_named
+from rekindle.cli.commands import HELP, app, command_named
+from rekindle.errors import RekindleError
 
 SOURCE = Path(rekindle.__file__).parents[1]
 
@@ -57,6 +59,12 @@ def test_the_list_says_of_every_command_what_the_command_says_of_itself() -> Non
         command = command_named(name)
         assert command.name == name
         assert " ".join((command.help or "").split()).startswith(said)
+
+
+def test_a_command_behind_two_dashes_is_that_command() -> None:
+    """What stands for it in the list does nothing."""
+    result = CliRunner().invoke(app, ["--", "inspect", "/no/such/file.gguf"])
+    assert isinstance(result.exception, RekindleError), result.output
 
 
 def test_the_garbage_collector_rests_while_a_command_is_imported(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from support.snapshot_lab import PLENTY, Answer, Lab, RecordingCache, random_tok
 
 from rekindle.batch import PENDING, Ask, Batch, Segment, Wanted
 from rekindle.engine import to_host
-from rekindle.engine.ahead import Ahead, Stopwatch, launch_pass
-from rekindle.engine.drafting import Drafts
+from rekindle.engine.ahead import Ahead, PassBehind, Stopwatch, launch_pass
+from rekindle.engine.drafting import Draft, Drafts, Proposer
 from rekindle.engine.engine import Engine, EngineSettings
+from rekindle.engine.flight import Flight
 from rekindle.engine.launch import pending_blocks
 from rekindle.engine.results import Collector
 from rekindle.engine.types import DraftReport, Sampling, Token
@@ -199,6 +200,21 @@ def test_the_next_block_is_drafted_before_the_host_knows_what_is_accepted(lab: L
     assert all(log[at - 1] == "unseen" for at, entry in enumerate(log) if entry == "behind"), "the device is busy then"
 
 
+@pytest.mark.parametrize(("asked", "goes"), [((0,), True), ((0, 1), False)], ids=["alone", "of two"])
+def test_no_pass_goes_behind_one_of_two_blocks(asked: tuple[int, ...], goes: bool) -> None:
+    """Two sequences share a pass, and pages are short for one of them: the other's block does not lie where that of the
+    only one would."""
+    found = torch.zeros(2, 3, dtype=torch.int64)
+    ahead = Ahead(found[: len(asked)], [Ask(slot, 8, 4, 3) for slot in asked], 0.0, Stopwatch(CPU))
+    request = SimpleNamespace(stop_when=None, ignore_stop_tokens=False, stop_tokens={7})
+    owner = SimpleNamespace(request=request, max_tokens=40, answer_length=3)
+    flight = Flight.__new__(Flight)
+    flight.batch = Batch((Segment(0, 8, (4, PENDING, PENDING, PENDING), Wanted.ALL),), rewindable=True)
+    flight.owners, flight.ahead, flight.failures = (owner,), ahead, {}  # type: ignore[assignment]
+    flight.drawn = to_host.DrawnTokens(torch.zeros(4, dtype=torch.int64))
+    assert (flight.unseen is not None) == goes
+
+
 @pytest.mark.parametrize("how", ["cancelled", "a token that ends it", "its length", "a stop string"])
 def test_an_end_behind_which_a_block_was_drafted_leaves_nothing_behind(lab: Lab, how: str) -> None:
     asked, log = prompt(), list[str]()
@@ -277,20 +293,55 @@ def test_an_end_while_a_block_is_under_way_leaves_nothing_behind(lab: Lab, how: 
     assert engine.status().pages.used == 0 and log.count("unseen") > 2
 
 
+def test_a_pass_behind_a_block_is_for_the_step_after_it_and_for_that_sequence() -> None:
+    tokens, asks = torch.zeros(1, 4, dtype=torch.int64), [Ask(1, 9, 5, 3)]
+    made = lambda: PassBehind(1, tokens, 0.0, Stopwatch(CPU))  # noqa: E731
+    behind = made()
+    assert behind.ahead(asks) is None, "nobody knows yet what was accepted"
+    behind.note(9, 5)
+    for other in (Ask(2, 9, 5, 3), Ask(1, 8, 5, 3), Ask(1, 9, 6, 3)):
+        assert behind.ahead([other]) is None and not behind.used
+    assert behind.ahead(asks) is not None and behind.used
+    passes = list[str]()
+    proposer = Proposer(lambda asks: [], None, lambda asks: passes.append("pass"), lambda block: made())
+    proposer.go_on(Unseen(1, 4, 3, tokens[0], frozenset()))
+    assert proposer.propose([]).tokens == [] and proposer._behind is not None
+    proposer.propose([Resting()])
+    assert proposer._behind is None, "a step went by without it"
+
+
+class Resting:
+    """A sequence that drafts nothing now."""
+
+    in_flight, verifies_unseen, draft = 0, True, Draft()
+
+    def propose(self) -> tuple[int, ...]:
+        return ()
+
+    def admit(self, drafted: tuple[int, ...]) -> tuple[int, ...]:
+        return drafted
+
+    def ask(self) -> None:
+        return None
+
+
 def test_while_a_block_is_chosen_the_device_stands_still_at_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last step came back at 10, and this one was launched at 12; it is 15 now. A plain step was ready before."""
     monkeypatch.setattr("rekindle.engine.results.time.monotonic", lambda: 15.0)
     noted = list[tuple[int, float]]()
     collector = Collector.__new__(Collector)
-    collector._pace, collector._costs = None, Costs()
+    collector._pace, collector._costs, collector._behind = None, Costs(), None
     monkeypatch.setattr(Costs, "note_step", lambda self, sequences, rows, seconds: noted.append((rows, seconds)))
     owner = SimpleNamespace(decoding=True)
     for tokens in ((1,), (1, 2, 3)):
         collector._last_back = 10.0
         batch = Batch((Segment(0, 4, tokens, Wanted.ALL),), rewindable=len(tokens) > 1)
-        flight = SimpleNamespace(batch=batch, owners=(owner,), launched=12.0, began=12.0, ahead=None)
+        flight = SimpleNamespace(batch=batch, owners=(owner,), launched=12.0, began=12.0, ahead=None, behind=None)
         collector._note_pace(flight)  # type: ignore[arg-type]
     assert noted == [(1, 3.0), (3, 5.0)]
+    collector._behind = PassBehind(0, torch.zeros(1, 4), 0.0, Stopwatch(CPU))
+    collector._note_pace(flight)  # type: ignore[arg-type]
+    assert len(noted) == 2, "a step that has waited for a pass which nobody uses says nothing"
 
 
 def test_a_pass_is_timed_apart_from_the_step_behind_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

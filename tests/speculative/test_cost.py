@@ -213,6 +213,22 @@ def test_the_same_where_a_drafter_is_right_now_and_then(model: str, right: float
     assert spent <= 1.08 * 8 * 512 * best
 
 
+def test_a_width_that_stalled_once_is_taken_again() -> None:
+    """All blocks are the widest, until one takes as long as ten: then others are, and nothing new is known of it."""
+    paper = StepsOfAGpu(*STEPS["27B"])
+    paper.answer(2048, lambda block: block)
+    before = paper.answer(2048, lambda block: block)
+    step, stalled = paper.step, list[int]()
+
+    def once(rows: int) -> float:
+        stalled.append(rows)
+        return 10.0 if len(stalled) == 40 else step(rows)
+
+    paper.step = once  # type: ignore[method-assign]
+    paper.answer(4096, lambda block: block)
+    assert paper.answer(2048, lambda block: block) <= 1.05 * before
+
+
 def test_a_drafter_that_becomes_right_is_found_out() -> None:
     """After a long answer without one accepted token."""
     paper = StepsOfAGpu(*STEPS["27B"])

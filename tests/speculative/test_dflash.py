@@ -221,6 +221,20 @@ def test_a_pass_behind_a_block_drafts_what_one_does_that_knows_what_was_accepted
     assert all(torch.allclose(a.float(), b.float(), atol=1e-5) for a, b in pairs)
 
 
+def test_a_pass_behind_logits_that_are_no_numbers_looks_up_no_token_before_the_first(
+    file: DrafterFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, taps, looked_up = made(file, slots=4, context=256, record=lambda step: step), features(60), list[int]()
+    embed = drafter.model.embed
+    fed(drafter, 0, taps, 0, 20)
+    drafter.propose([Ask(0, 20, 1, 3)])
+    fed(drafter, 0, taps, 20, 24, rewindable=True)
+    seen = lambda ids: (looked_up.extend(ids.tolist()), embed(ids))[1]  # noqa: E731
+    monkeypatch.setattr(type(drafter.model), "embed", property(lambda self: seen), raising=False)
+    assert drafter.propose_behind(Unseen(0, 20, 3, torch.full((4,), -1), frozenset())) is not None
+    assert looked_up and min(looked_up) >= 0
+
+
 def test_no_pass_goes_behind_a_block_with_more_features_than_it_takes_in(file: DrafterFile) -> None:
     drafter, taps = made(file, slots=4, context=256, record=lambda step: step), features(60)
     fed(drafter, 0, taps, 0, 20)

@@ -185,6 +185,11 @@ def test_a_gguf_file_says_what_it_was_made_with(
         torch.testing.assert_close(tensor, weights[name], rtol=0, atol=0.02 if quant == "Q8_0" else 0)
 
 
+def test_a_gguf_file_that_lists_its_tokens_need_not_count_them(tmp_path: Path) -> None:
+    file = open_drafter(write_gguf(tmp_path / "d.gguf", V1, random_weights(V1), "dflash", "F32", names_tokens=True))
+    assert file.spec.vocab == V1.vocab
+
+
 def target(hidden: int = 32, layers: int = 8, vocab: int = 50) -> ModelSpec:
     attention = AttentionSpec(4, 2, 16, 16, 1e6)
     return ModelSpec("qwen3", "target", hidden, vocab, (attention,) * layers, FfnSpec(64), 1e-6, 4096, tied=False)

@@ -58,7 +58,15 @@ def write_folder(folder: Path, spec: DrafterSpec, weights: dict[str, torch.Tenso
     return folder
 
 
-def write_gguf(path: Path, spec: DrafterSpec, weights: dict[str, torch.Tensor], architecture: str, quant: str) -> Path:
+def write_gguf(
+    path: Path,
+    spec: DrafterSpec,
+    weights: dict[str, torch.Tensor],
+    architecture: str,
+    quant: str,
+    names_tokens: bool = False,
+) -> Path:
+    """names_tokens: how many there are is said by a list of them, and by no number."""
     llama = architecture == "dflash"
     writer = GGUFWriter(path, architecture)
     inner = "" if llama else "dflash."
@@ -68,6 +76,9 @@ def write_gguf(path: Path, spec: DrafterSpec, weights: dict[str, torch.Tensor], 
         "attention.key_length": spec.head_dim, f"{inner}block_size": spec.block,
         "attention.sliding_window": window_of(spec),
     }  # fmt: skip
+    if names_tokens:
+        del numbers["vocab_size"]
+        writer.add_token_list([f"token {number}" for number in range(spec.vocab)])
     for key, value in numbers.items():
         writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_float32(f"{architecture}.rope.freq_base", spec.rope_theta)

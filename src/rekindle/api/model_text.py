@@ -61,7 +61,7 @@ class ModelText:
         self._template = template
         self._memories = memories
         self._rules = rules
-        self._context = context
+        self._context = self._served = context  # tokens that are read at most, and that are answered
         self._role_starts = template.role_starts if template is not None else None
 
     @property
@@ -138,7 +138,9 @@ class ModelText:
         except TooManyTokens:
             raise self._too_long("more", field) from None
 
-    def _too_long(self, what: str, field: str) -> PromptTooLong:
+    def _too_long(self, what: str, field: str) -> BadRequest:
+        if self._context > self._served:
+            return BadRequest(f"{field}: at most {self._context} tokens are counted, and these are {what}", field)
         said = f"this model's maximum context length is {self._context} tokens, but the prompt has {what}"
         return PromptTooLong(said, field, most=self._context - 1)
 

@@ -122,7 +122,8 @@ class Utilities:
 
 def _tokenized(body: TokenizeBody, model: ServedModel, namespace: str) -> Json:
     tokens = list(body.prompt_of(model.text.beyond_context, namespace).tokens)
-    pieces = [model.text.token_bytes(token) for token in tokens]
+    asked = body.with_pieces or body.return_token_strs
+    pieces = [model.text.token_bytes(token) for token in tokens] if asked else []
     answer: Json = {"tokens": tokens, "count": len(tokens), "max_model_len": model.settings.context}
     if body.with_pieces:
         answer["tokens"] = [{"id": t, "piece": _piece(piece)} for t, piece in zip(tokens, pieces, strict=True)]

@@ -33,13 +33,15 @@ class Model:
     def __init__(self, file: WeightFile) -> None:
         self.file = file
         self._text: Future[_Text] = Future()
+        self._beginning = threading.Lock()
         self._thread: threading.Thread | None = None  # None until it is begun
 
     def read_ahead(self, grammars: bool = False) -> None:
-        """grammars: make the table for them too."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._read, args=(grammars,), name="text", daemon=True)
-            self._thread.start()
+        """grammars: make the table for them too; who wants it asks before anybody else does."""
+        with self._beginning:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._read, args=(grammars,), name="text", daemon=True)
+                self._thread.start()
 
     def _read(self, grammars: bool) -> None:
         compiler = None

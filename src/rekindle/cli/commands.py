@@ -53,10 +53,11 @@ def command_named(name: str) -> TyperCommand | TyperGroup:
 
 
 class _ByName(TyperGroup):
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+    def resolve_command(self, ctx: typer.Context, args: list[str]):  # type: ignore[no-untyped-def, override]
+        """Where one is called, not where all are listed."""
         if args and args[0] in HELP:
             self.commands[args[0]] = command_named(args[0])
-        return super().parse_args(ctx, args)
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(

@@ -72,14 +72,22 @@ class PassBehind:
     """A pass that drafts the block behind one which is being verified, before the host knows what is accepted of it."""
 
     def __init__(self, slot: int, tokens: torch.Tensor, began: float, watch: Stopwatch) -> None:
-        self.slot = slot
-        self.position: int | None = None  # of the last token before its block, once the host knows it and agrees
+        self.used = False
+        self._slot = slot
+        self._stands: tuple[int, int] | None = None  # behind this position and token, once the host knows and agrees
         self._given = tokens, began, watch
+
+    def note(self, position: int, token: int) -> None:
+        """The answer has taken what it assumed: `token` is the last, and `position` is that token's."""
+        self._stands = position, token
 
     def ahead(self, asks: Sequence[Ask]) -> Ahead | None:
         """Its tokens, where they are what is asked for."""
-        if self.position is None or [(ask.slot, ask.position) for ask in asks] != [(self.slot, self.position)]:
+        if self._stands is None or [(ask.slot, (ask.position, ask.token)) for ask in asks] != [
+            (self._slot, self._stands)
+        ]:
             return None
+        self.used = True
         tokens, began, watch = self._given
         return Ahead(tokens, asks, began, watch)
 
@@ -87,7 +95,7 @@ class PassBehind:
 def launch_behind(
     propose: Callable[[Unseen], torch.Tensor | None], block: Unseen, device: torch.device
 ) -> PassBehind | None:
-    """device: of the drafter."""
+    """device: of the drafter, which is that of the logits where drafted tokens stay on it."""
     began, watch = time.monotonic(), Stopwatch(device)
     tokens = propose(block)
     watch.stop()

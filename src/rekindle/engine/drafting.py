@@ -94,7 +94,7 @@ class Draft:
     @property
     def will_go_on(self) -> bool:
         """Whether the pipeline's drafter, which has proposed the last block, will likely be asked for the next one."""
-        return self._model is not None and self._proposed_by is self._model and self._model.pays
+        return self._model is not None and self._proposed_by is self._model and self._model.goes_on
 
     def take_model(self) -> None:
         """The next block is proposed by the pipeline's drafter."""
@@ -176,7 +176,14 @@ class Measures:
         if (costs := self.costs) is None:
             return Width()
         extra = partial(costs.extra, with_pass=True)
-        return DrafterWidth(extra, self._purse(name), lambda: costs.knows_plain, self.longest, lambda: costs.sequences)
+        return DrafterWidth(
+            extra,
+            self._purse(name),
+            ready=lambda: costs.knows_plain,
+            longest=self.longest,
+            sequences=lambda: costs.sequences,
+            goes_on=lambda: costs.will_know_plain,
+        )
 
     def _purse(self, name: str) -> Purse:
         return self.purses.setdefault(name, Purse())
@@ -260,13 +267,16 @@ class Proposer:
 
     def propose(self, sequences: Iterable[DraftPass]) -> Proposals:
         drafting = list(sequences)
+        behind = self._behind
+        if drafting:
+            self._behind = None  # it is for the step after its block, and for no other
         found = [sequence.propose() for sequence in drafting]
         if self._ask is None:
             return Proposals(found)
         asks = {i: ask for i, s in enumerate(drafting) if not found[i] and (ask := s.ask()) is not None}
         if not asks:
             return Proposals(found)
-        ahead = self._launched(drafting, list(asks.values()))
+        ahead = self._launched(drafting, list(asks.values()), behind)
         passed = self._passed(list(asks.values())) if ahead is None else [(PENDING,) * count for count in ahead.counts]
         for (i, ask), drafted in zip(asks.items(), passed, strict=True):
             drafting[i].draft.take_model()
@@ -275,10 +285,9 @@ class Proposer:
                 drafting[i].draft.note_unused(ask.position + 1)
         return Proposals(found, ahead)
 
-    def _launched(self, step: Sequence[DraftPass], asks: Sequence[Ask]) -> Ahead | None:
+    def _launched(self, step: Sequence[DraftPass], asks: Sequence[Ask], behind: PassBehind | None) -> Ahead | None:
         """None where the host has to know the tokens, of all blocks of the step or of none. Those that it does not know
         come from one place: the drafter, or the step before."""
-        behind, self._behind = self._behind, None
         if self._launch is None or any(sequence.in_flight or not sequence.verifies_unseen for sequence in step):
             return None
         return (behind and behind.ahead(asks)) or self._launch(asks)

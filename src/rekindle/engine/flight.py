@@ -190,9 +190,11 @@ class Flight:
 
     @property
     def unseen(self) -> Unseen | None:
-        """Its block, where it is the only one, was handed over before the host knew it, and the tokens are being drawn:
-        if nothing but the tokens themselves can end the answer in it."""
-        if self.ahead is None or self.drawn is None or self.failures or len(self.owners) > 1:
+        """Its block, where it is the only one that was drafted, was handed over before the host knew it, and the tokens
+        are being drawn: if nothing but the tokens themselves can end the answer in it."""
+        if self.ahead is None or self.drawn is None or self.failures:
+            return None
+        if len(self.owners) > 1 or len(self.ahead.counts) > 1:  # of those asked for, pages may have been short for one
             return None
         (segment,), (owner,) = self.batch.segments, self.owners
         request = owner.request

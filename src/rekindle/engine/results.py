@@ -49,6 +49,9 @@ class Collector:
         self._pace = pace
         self._costs = costs  # of steps with and without drafts, where they are measured
         self._last_back = 0.0  # when the last flight came back, by a monotonic clock
+        self._behind: PassBehind | None = (
+            None  # launched behind the last flight: the next one waits for it, used or not
+        )
         self._holding: tuple[Sequence, ...] = ()  # sequences whose tokens are held
 
     def collect(self) -> None:
@@ -126,7 +129,8 @@ class Collector:
         last, began = self._last_back, max(flight.began, self._last_back)
         launched = last if last and flight.batch.rows > len(flight.owners) else max(flight.launched, last)
         self._last_back = time.monotonic()
-        if self._costs is not None and all(owner.decoding for owner in flight.owners):
+        after_wasted, self._behind = self._behind is not None and not self._behind.used, flight.behind
+        if self._costs is not None and not after_wasted and all(owner.decoding for owner in flight.owners):
             seconds = self._last_back - launched
             if flight.ahead is not None:
                 drafting = flight.ahead.seconds()
@@ -236,8 +240,10 @@ class Collector:
         ends = frozenset[int]() if request.ignore_stop_tokens else request.stop_tokens
         taken = next((n for n, token in enumerate(outcome.accepted, 1) if token in ends), len(outcome.accepted))
         position = segment.position + taken
-        behind.position = position if outcome.owner.position == position else None
-        self._pipeline.note_behind(segment.slot, behind.position)
+        agrees = outcome.owner.position == position
+        if agrees:
+            behind.note(position, outcome.accepted[taken - 1])
+        self._pipeline.note_behind(segment.slot, position if agrees else None)
 
     def _accept_token(self, sequence: Sequence, token: int) -> AnswerEnd | None:
         """How the answer ends, if this token ends it."""

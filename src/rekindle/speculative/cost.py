@@ -26,6 +26,7 @@ BLOCKS = 128  # … and blocks, after which a plain step is measured again: cont
 MOST_LONGER = 4.0  # of a block on a GPU, or of a pass
 MOST_ROW = 1.5  # of a row on a CPU
 FADE = 0.9995
+FADE_BESIDE = 0.997  # with every block, of what is known of other numbers of rows: one that stalled is tried again
 SEVERAL = 0  # in place of rows, where several sequences share a step
 
 
@@ -47,6 +48,11 @@ class Costs:
     def knows_plain(self) -> bool:
         """Whether blocks can be compared with plain steps. Where not, the next step has to be one."""
         return not self._missing and self._blocks < BLOCKS
+
+    @property
+    def will_know_plain(self) -> bool:
+        """The same after one more block."""
+        return not self._missing and self._blocks + 1 < BLOCKS
 
     def note_step(self, sequences: int, rows: int, seconds: float) -> None:
         """A step without prefill came back."""
@@ -142,7 +148,8 @@ class GpuCosts(Costs):
     def _note_block(self, sequences: int, drafted: int, seconds: float) -> None:
         longer = min(seconds / self._plain_of(sequences) - self._usual(sequences, drafted), MOST_LONGER)
         rows = self._rows(sequences, drafted)
-        self._longer[rows] = _between(self._longer.get(rows, self._nearest(rows)), longer)
+        noted = _between(self._longer.get(rows, self._nearest(rows)), longer)
+        self._longer = {other: _faded(known, 0.0, FADE_BESIDE) for other, known in self._longer.items()} | {rows: noted}
 
     def _nearest(self, rows: int) -> float:
         """What the steps took longer whose rows are nearest to these; nothing where none were seen."""
@@ -162,5 +169,5 @@ def _between(known: float | None, seconds: float) -> float:
     return seconds if known is None else known + NEW * (seconds - known)
 
 
-def _faded(known: float, usual: float) -> float:
-    return max(min(known, usual), usual + FADE * (known - usual))
+def _faded(known: float, usual: float, fade: float = FADE) -> float:
+    return max(min(known, usual), usual + fade * (known - usual))

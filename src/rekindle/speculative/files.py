@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +291,8 @@ def _gguf_layers(config: _Config, count: int) -> tuple[DraftLayer, ...]:
 def _vocab(config: _Config, stored: Mapping[str, Stored]) -> int:
     codebook = stored.get("selector.predecessor")
     tokens = config.values.get("tokenizer.ggml.tokens")
-    known = codebook.info.shape[0] if codebook is not None else len(tokens) if isinstance(tokens, list) else 0
+    named = len(tokens) if isinstance(tokens, Sequence) and not isinstance(tokens, str) else 0
+    known = codebook.info.shape[0] if codebook is not None else named
     return config.count("vocab_size", default=known or None)
 
 

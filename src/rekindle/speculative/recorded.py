@@ -89,14 +89,15 @@ class RecordedPass:
         self._drafted[: len(waiting)].copy_(self._model.propose(blocks, self._rings, self.rows - 1))
 
     def _run_behind(self) -> None:
-        """In place of token, position and waiting features stand the drafted tokens, the position of the block's first
-        one, and the features that waited before it."""
+        """The numbers are of the block before: tokens that were drafted, the position of its first one, its slot, the
+        first position that is known, and features that waited before it."""
         drafted, position, slot, start, before = self._numbers[:, :1]
         ended = (self._drawn[:, None] == self._ends).any(dim=1)
         places = torch.arange(self.rows - 1, device=self._drawn.device)
         agreed = (self._drafted[0] == self._drawn[:-1]) & ~ended[:-1] & (places < drafted)
         taken = agreed.long().cumprod(0).sum(0, keepdim=True)
-        blocks = DraftBlocks(self._drawn.gather(0, taken), position + 1 + taken, slot, start)
+        last = self._drawn.gather(0, taken).clamp(min=0)  # -1: logits that are no numbers, whose request fails
+        blocks = DraftBlocks(last, position + 1 + taken, slot, start)
         self._run_blocks(blocks, before + 1 + taken)
 
     def settle(self, slot: int, start: int, waiting: tuple[Tensor, ...]) -> None:
@@ -128,7 +129,7 @@ class RecordedPass:
             return None
         if block.ends != self._known_ends:
             padded = [*block.ends, *[-1] * (MOST_ENDS - len(block.ends))]
-            self._ends.copy_(torch.tensor(padded))
+            self._ends.copy_(torch.tensor(padded, pin_memory=self._ends.is_cuda), non_blocking=True)
             self._known_ends = block.ends
         self._drawn[: len(block.drawn)].copy_(block.drawn, non_blocking=True)
         self._replay(BEHIND, [(block.drafted, block.position, block.slot, start)], [waiting], before)

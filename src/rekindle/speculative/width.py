@@ -115,6 +115,10 @@ class Width:
         else:
             self._width = max(1, self._width // 2, min(accepted + 1, MOST))
 
+    @property
+    def goes_on(self) -> bool:
+        return self.pays
+
     def _will_pay(self) -> bool:
         """Whether the next block is worth it, though the last one was not."""
         return False
@@ -159,9 +163,12 @@ class DrafterWidth(Width):
         ready: Callable[[], bool],
         longest: int = MOST,
         sequences: Callable[[], int] = lambda: 1,
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """longest: tokens that the drafter proposes at most; sequences: that share a step."""
+        """longest: tokens that the drafter proposes at most; sequences: that share a step; goes_on: whether another
+        block may follow the next one."""
         super().__init__(extra, purse, ready=ready)
+        self._goes_on = goes_on
         self._rates = PlaceRates(min(longest, MOST))
         self._sequences = sequences
 
@@ -170,6 +177,11 @@ class DrafterWidth(Width):
         accepted, together = self._rates.accepted(), self._sequences()
         widths = [width for width in range(1, len(accepted)) if self._can_afford(width)]
         return max(widths, key=lambda width: (together + accepted[width]) / (together + self._extra(width)), default=0)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a block will likely follow the next one."""
+        return self.pays and self._goes_on()
 
     def _learn(self, proposed: int, accepted: int) -> None:
         self._rates.note(proposed, accepted)

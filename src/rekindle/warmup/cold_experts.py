@@ -18,7 +18,8 @@ def launch_cold_experts(ffn: RoutedFfn, kept: int, lendable: int, dtype: torch.d
     """Of the layer's expert cache: slots that follow the routing, and slots that can be lent. One row, and every power
     of two of rows that the cache admits at once; with and without the CPU's share, which is decided by a measurement
     when the weights are there. And the rows of a chunk, whose experts come through the staging area: as many as need
-    each form of the grouped kernel."""
+    each form of the grouped kernel, but not so many that experts are expanded first: chunks of the usual grid have
+    fewer."""
     from rekindle.experts import triton as kernels
     from rekindle.kernels.moe.groups import PAIRS_TILES
     from rekindle.kernels.moe.triton import moe_missing, takes_missing

@@ -108,7 +108,6 @@ class Strings(Sequence[str]):
                 found.append(raw[start:at].decode())
         except UnicodeDecodeError as error:
             raise BadModelFile(f"{self._where} holds text that is not UTF-8") from error
-        self._raw = b""
         return found
 
 
