@@ -9,6 +9,7 @@ import torch
 from support.broken_rows import broken_rows
 
 from rekindle.kernels import sampling
+from rekindle.kernels.sampling import naive
 
 
 def _sample(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, uniform=0.5):
@@ -152,3 +153,38 @@ def test_a_mask_leaves_what_its_bits_allow_and_other_rows_as_they_are():
     assert torch.equal(masked[1, sorted(allowed)], logits[1, sorted(allowed)])
     narrow = sampling.keep_allowed(logits, masks[:, :1], [0])
     assert set(narrow[0].isfinite().nonzero()[:, 0].tolist()) == {0, 31}, "beyond the mask nothing is allowed"
+
+
+@pytest.mark.parametrize("vocab", [7, 1000, 49_152])
+@pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
+def test_a_row_without_top_k_draws_on_a_cpu_what_the_sorted_vocabulary_gives(vocab, spread):
+    """But where the number falls on the edge of a token, as the sum of all weights is rounded otherwise."""
+    dice = torch.Generator().manual_seed(vocab)
+    rows = 60
+    logits = spread * torch.randn(rows, vocab, generator=dice)
+    logits[::7, 1::3] = -math.inf
+    logits[5, 2], logits[6, 3] = math.nan, math.inf
+    top_p = torch.tensor([0.0, 0.3, 0.95, 0.999, 1.0]).repeat(rows // 5)
+    min_p = torch.tensor([0.0, 0.05, 0.3, 1.0]).repeat(rows // 4)
+    warm = torch.tensor([0.0, 0.7, 1.0, 1.9, 1.0, 0.3]).repeat(rows // 6)
+    settings = torch.stack([warm, torch.zeros(rows), top_p, min_p, torch.rand(rows, generator=dice)])
+    drawn = sampling.cpu.draw_unbounded(logits, settings)
+    whole = naive.draw(*naive.highest(logits, vocab), settings, vocab)
+    nearby = [settings.clone() for _ in range(2)]
+    for moved, by in zip(nearby, (-1e-4, 1e-4), strict=True):
+        moved[4] = (moved[4] + by).clamp(0, 1 - 2**-23)
+    edges = [naive.draw(*naive.highest(logits, vocab), moved, vocab) for moved in nearby]
+    same = (drawn == whole) | (drawn == edges[0]) | (drawn == edges[1])
+    assert same.all() and (drawn == whole).float().mean() > 0.95
+    assert drawn[5] == drawn[6] == -1
+
+
+def test_a_row_without_top_k_draws_the_same_beside_rows_that_have_one():
+    logits, uniforms = torch.randn(4, 5000), torch.rand(4)
+    top_k, others = torch.tensor([0, 20, 0, 300]), (torch.ones(4), torch.full((4,), 0.9), torch.zeros(4))
+    together = sampling.sample(logits, others[0], top_k, *others[1:], uniforms)
+    alone = [
+        sampling.sample(logits[i : i + 1], *(x[i : i + 1] for x in (others[0], top_k, *others[1:], uniforms)))
+        for i in range(4)
+    ]
+    assert together.tolist() == [int(each) for each in alone]

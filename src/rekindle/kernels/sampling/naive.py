@@ -58,6 +58,20 @@ def sample(
         from rekindle.kernels.sampling import triton
 
         return triton.sample(logits, settings)
+    if not (_on_host(logits) and _on_host(settings)):
+        return _draw_bounded(logits, settings)
+    unbounded = settings[1] == 0
+    if not unbounded.any():
+        return _draw_bounded(logits, settings)
+    drawn = torch.empty(len(logits), dtype=torch.int64)  # each row in its own way, whichever rows stand beside it
+    for rows, way in ((unbounded, cpu.draw_unbounded), (~unbounded, _draw_bounded)):
+        if rows.any():
+            drawn[rows] = way(logits[rows], settings[:, rows])
+    return drawn
+
+
+def _draw_bounded(logits: Tensor, settings: Tensor) -> Tensor:
+    """By the highest logits, as many as top-k leaves of the row that it leaves most; all, where one has none."""
     width = logits.shape[-1]
     if _on_host(settings) and bool(((settings[1] > 0) | (settings[0] == 0)).all()):
         width = min(width, max(1, int(settings[1].max())))
