@@ -92,6 +92,15 @@ def test_prune_leaves_no_more_than_asked(directory: Path) -> None:
     assert tools.prune_snapshots(directory, 0).left == 0
 
 
+def test_prune_makes_room_beside_a_server_that_uses_another_folder(directory: Path) -> None:
+    server, model = DiskStore(directory, "e" * 64, 1 << 30), PaperModel()
+    server.save(model.snapshot(tokens(70)))
+    pruned = tools.prune_snapshots(directory, 0)
+    assert (len(pruned.removed), pruned.in_use, pruned.left > 0) == (4, (server.folder,), True)
+    assert len(server) == 1 and [info.position for info in tools.list_snapshots(directory)] == [70]
+    server.close()
+
+
 def test_an_exported_chain_imports_elsewhere_bit_for_bit(directory: Path, tmp_path: Path) -> None:
     exported = tools.export_chain(directory, longest(directory), tmp_path / "chain.tar")
     assert len(exported) == 3, "the chain without the branch"

@@ -193,6 +193,8 @@ def prune_command(
     """Remove the snapshots that were not used for longest, until no more than SIZE is left."""
     pruned = prune_snapshots(_existing(folder), parse_bytes(size, "--size"))
     print(f"{len(pruned.removed)} snapshots removed, {show_bytes(pruned.freed)} freed, {show_bytes(pruned.left)} left")
+    for used in pruned.in_use:
+        print(f"a server is using {used}, or it may not be written: what is there stays")
 
 
 @app.command("export")

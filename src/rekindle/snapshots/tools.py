@@ -63,6 +63,7 @@ class Pruned:
     removed: tuple[str, ...]
     freed: int
     left: int  # bytes
+    in_use: tuple[Path, ...] = ()  # folders that a server is using, whose snapshots stay
 
 
 def list_snapshots(directory: Path) -> list[SnapshotInfo]:
@@ -115,9 +116,13 @@ def verify_snapshots(directory: Path) -> list[Finding]:
 
 
 def prune_snapshots(directory: Path, budget: int) -> Pruned:
-    """Evict the least recently used snapshots, whatever their model, until at most `budget` bytes are left."""
+    """Evict the least recently used snapshots, whatever their model, until at most `budget` bytes are left. Those of a
+    model that a server is using stay, and count."""
     with _stores(directory) as stores:
-        oldest = sorted(((r, s) for s in stores for r in s.records()), key=lambda pair: pair[0].used)
+        idle, in_use = [s for s in stores if not s.read_only], tuple(s.folder for s in stores if s.read_only)
+        if in_use and not idle:
+            raise BadConfig(f"{in_use[0]} cannot be changed now: a server is using it, or it may not be written")
+        oldest = sorted(((r, s) for s in idle for r in s.records()), key=lambda pair: pair[0].used)
         before = sum(store.bytes for store in stores)
         removed = []
         for record, store in oldest:
@@ -126,7 +131,7 @@ def prune_snapshots(directory: Path, budget: int) -> Pruned:
             store.remove(record.id)
             removed.append(record.id)
         left = sum(store.bytes for store in stores)
-    return Pruned(tuple(removed), before - left, left)
+    return Pruned(tuple(removed), before - left, left, in_use)
 
 
 def export_chain(directory: Path, id: str, target: Path) -> list[str]:
@@ -251,12 +256,12 @@ def _tokens(folder: Path, listed: Manifest) -> np.ndarray:
 
 @contextmanager
 def _stores(directory: Path) -> Iterator[list[DiskStore]]:
-    """The stores of every model in the directory, owned for writing."""
+    """The stores of every model in the directory; owned for writing, unless a server is using them."""
     fingerprints = dict.fromkeys(listed.fingerprint for listed, _ in _manifests(directory))
     stores: list[DiskStore] = []
     try:
         for fingerprint in fingerprints:
-            stores.append(_open(directory, fingerprint))
+            stores.append(DiskStore(directory, fingerprint, NO_BUDGET))
         yield stores
     finally:
         for store in stores:
