@@ -206,7 +206,7 @@ def test_no_pass_goes_behind_one_of_two_blocks(asked: tuple[int, ...], goes: boo
     only one would."""
     found = torch.zeros(2, 3, dtype=torch.int64)
     ahead = Ahead(found[: len(asked)], [Ask(slot, 8, 4, 3) for slot in asked], 0.0, Stopwatch(CPU))
-    request = SimpleNamespace(stop_when=None, ignore_stop_tokens=False, stop_tokens={7})
+    request = SimpleNamespace(stop_when=None, ends=frozenset({7}))
     owner = SimpleNamespace(request=request, max_tokens=40, answer_length=3)
     flight = Flight.__new__(Flight)
     flight.batch = Batch((Segment(0, 8, (4, PENDING, PENDING, PENDING), Wanted.ALL),), rewindable=True)

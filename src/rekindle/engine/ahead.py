@@ -50,7 +50,8 @@ class Ahead:
         self._width = tokens.shape[1]
         self._places = {ask.slot: place for place, ask in enumerate(asks)}
         self._watch = watch
-        self._host = OnHost(tokens if tokens.is_cuda else tokens.clone())  # read when the next pass may have run
+        # Read when the next pass may have run: a GPU's copy stands before that, a CPU makes none.
+        self._host = OnHost(tokens if tokens.is_cuda else tokens.clone())
         self._known: list[list[int]] | None = None
 
     def first(self, slot: int) -> int:
@@ -74,18 +75,16 @@ class PassBehind:
     def __init__(self, slot: int, tokens: torch.Tensor, began: float, watch: Stopwatch) -> None:
         self.used = False
         self._slot = slot
-        self._stands: tuple[int, int] | None = None  # behind this position and token, once the host knows and agrees
+        self._stands: tuple[int, int, int] | None = None  # behind this slot's position and token, once the host agrees
         self._given = tokens, began, watch
 
     def note(self, position: int, token: int) -> None:
         """The answer has taken what it assumed: `token` is the last, and `position` is that token's."""
-        self._stands = position, token
+        self._stands = self._slot, position, token
 
     def ahead(self, asks: Sequence[Ask]) -> Ahead | None:
         """Its tokens, where they are what is asked for."""
-        if self._stands is None or [(ask.slot, (ask.position, ask.token)) for ask in asks] != [
-            (self._slot, self._stands)
-        ]:
+        if [(ask.slot, ask.position, ask.token) for ask in asks] != [self._stands]:
             return None
         self.used = True
         tokens, began, watch = self._given

@@ -201,8 +201,7 @@ class Flight:
         room = owner.max_tokens - owner.answer_length - len(segment)
         if segment.tokens[-1] != PENDING or request.stop_when is not None or room < 2:
             return None
-        ends = frozenset[int]() if request.ignore_stop_tokens else frozenset(request.stop_tokens)
-        return Unseen(segment.slot, segment.position, len(segment) - 1, self.drawn.tokens, ends)
+        return Unseen(segment.slot, segment.position, len(segment) - 1, self.drawn.tokens, request.ends)
 
     def _drafted(self, segment: Segment) -> Sequence[int]:
         """The tokens of a block."""

@@ -236,8 +236,7 @@ class Collector:
         a token that ends it. Where it took less, as when its client has left, that pass was for nothing."""
         if behind is None:
             return
-        segment, request = outcome.segment, outcome.owner.request
-        ends = frozenset[int]() if request.ignore_stop_tokens else request.stop_tokens
+        segment, ends = outcome.segment, outcome.owner.request.ends
         taken = next((n for n, token in enumerate(outcome.accepted, 1) if token in ends), len(outcome.accepted))
         position = segment.position + taken
         agrees = outcome.owner.position == position
@@ -253,7 +252,7 @@ class Collector:
             return None
         sequence.account.note_token()
         self._totals.generated += 1
-        if token in request.stop_tokens and not request.ignore_stop_tokens:
+        if token in request.ends:
             return AnswerEnd(FinishReason.STOP, token)
         sequence.add_token(token)
         sequence.emit(Token(token, _logprob(sequence, token)))

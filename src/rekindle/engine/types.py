@@ -64,6 +64,11 @@ class Request:
     thinking: ThinkingLimit | None = None
     rules: Rules | None = None  # the grammar that the answer keeps to
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """The stop tokens that hold."""
+        return frozenset() if self.ignore_stop_tokens else self.stop_tokens
+
 
 class FinishReason(StrEnum):
     STOP = "stop"

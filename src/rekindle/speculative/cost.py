@@ -16,7 +16,7 @@ NEW = 0.2  # weight of what is measured, beside what was known
 PASS = 0.25  # of a drafter, in plain steps, until one was measured
 CHAINED_PASS = 0.1  # of one that chains: a layer and the head
 # On a GPU, in plain steps, until a block was measured: the first row more, whose products take another kernel, and each
-# row. 2, 8 and 16 rows of the 27B take 1.6, 1.7 and 2.0 (docs/bench.md).
+# row. In between: 2 and 8 rows of the 27B take 1.2 and 1.4 plain steps, of the 35B-A3B 1.6 and 2.5 (docs/LOG.md).
 GPU_FIRST, GPU_ROW = 0.6, 0.025
 GPU_ROW_BESIDE = 0.05  # each row beside those of other sequences: from 8 rows to 32 a step of both models grows so
 # A machine may stall, and a step be recorded or a kernel compiled amid a request. So that no such block is the last

@@ -88,7 +88,9 @@ class Width:
         return next((width for width in range(self._width, 0, -1) if self._can_afford(width)), 0)
 
     def _can_afford(self, width: int) -> bool:
-        cost = self._extra(width)
+        return self._affords(width, self._extra(width))
+
+    def _affords(self, width: int, cost: float) -> bool:
         return self._purse is None or (cost < width and self._purse.allows(cost))
 
     def _earn(self, length: int) -> None:
@@ -174,9 +176,13 @@ class DrafterWidth(Width):
 
     def _affordable(self) -> int:
         """The width at which a step gives the most tokens in a time, of those that can be paid for."""
-        accepted, together = self._rates.accepted(), self._sequences()
-        widths = [width for width in range(1, len(accepted)) if self._can_afford(width)]
-        return max(widths, key=lambda width: (together + accepted[width]) / (together + self._extra(width)), default=0)
+        together, best, fastest = self._sequences(), 0, 0.0
+        for width, accepted in enumerate(self._rates.accepted()[1:], 1):
+            cost = self._extra(width)  # once: this runs before every step
+            rate = (together + accepted) / (together + cost)
+            if rate > fastest and self._affords(width, cost):
+                best, fastest = width, rate
+        return best
 
     @property
     def goes_on(self) -> bool:
