@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python tools/measure_drafter.py MODEL DRAFTER --prompts chats.jsonl
 
-A line of the file is {"messages": [...]}, which is cut after the last turn that is not the assistant's, or
-{"prompt": "text"}. The prompts are answered greedily, one after the other:
+A line of the file is {"messages": [...]}, which is cut after the last turn that is not the assistant's,
+{"prompt": "text"}, or {"tokens": [...], "written": N}: the first N are the prompt. The prompts are answered greedily,
+one after the other:
 
     plain               without drafts
     cold                in blocks as wide as the drafter can
@@ -101,7 +102,10 @@ class Target:
         return (prompt for prompt in found if len(prompt.tokens) + answer <= self.context)
 
     def prompt(self, entry: Any, where: str) -> Prompt:
-        """Up to the last turn that is not the assistant's."""
+        """Up to the last turn that is not the assistant's, or up to the answer."""
+        if isinstance(entry, dict) and "tokens" in entry:
+            tokens, written = tokens_of(entry, where, self)
+            return Prompt(tokens[:written])
         if isinstance(entry, dict) and isinstance(entry.get("prompt"), str):
             return Prompt(tuple(self.model.tokenizer.encode(entry["prompt"])))
         messages = turns_of(entry, where)
@@ -126,6 +130,17 @@ def entries(path: Path) -> Iterator[tuple[Any, str]]:
                 yield json.loads(line), where
             except json.JSONDecodeError as error:
                 raise BadConfig(f"{where} is no JSON: {error}") from None
+
+
+def tokens_of(entry: dict[str, Any], where: str, target: Target) -> tuple[tuple[int, ...], int]:
+    """Token ids, and where in them an answer begins."""
+    tokens, written, vocab = entry["tokens"], entry.get("written"), target.model.spec.vocab
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < vocab for token in tokens):
+        raise BadConfig(f"{where}: tokens are no list of ids below {vocab}")
+    inside = min(len(tokens), target.context)
+    if not isinstance(written, int) or not 0 < written < inside:
+        raise BadConfig(f"{where}: an answer from {written} on does not lie in the first {inside} tokens")
+    return tuple(tokens), written
 
 
 def turns_of(entry: Any, where: str) -> list[Any]:

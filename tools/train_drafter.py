@@ -2,11 +2,11 @@
 
     PYTHONPATH=src python tools/train_drafter.py MODEL --prompts chats.jsonl --held-out others.jsonl --out FOLDER
 
-A line of such a file is {"messages": [...]}, which is cut after the last turn that is not the assistant's, or
-{"prompt": "text"}; of --text also {"tokens": [...], "written": N}, whose tokens from the N-th on are an answer. There
-are four steps:
+A line of such a file is {"messages": [...]}, which is cut after the last turn that is not the assistant's,
+{"prompt": "text"}, or {"tokens": [...], "written": N}, whose tokens from the N-th on are an answer. There are four
+steps:
 
-1. The target answers prompts, many at once, every other one greedily, for --write seconds. Conversations with answers
+1. The target answers prompts, many at once, three of four greedily, for --write seconds. Conversations with answers
    (--text) come on top; they take less time, and say less about how the target goes on.
 2. Its layers run over the texts once more and hand out features, as they do while serving; the features are kept.
 3. The drafter learns, for --train seconds or --steps steps. Some positions of every answer are anchors: from the token
@@ -29,29 +29,28 @@ import json
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
-from measure_drafter import GREEDY, Answer, Row, Target, ask, entries, evaluate, parser_of, table, target_of, turns_of
+from measure_drafter import Row, Target, entries, evaluate, parser_of, table, target_of, tokens_of, turns_of
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, rms_norm, scaled_dot_product_attention, silu
 
-from rekindle.batch import Batch, Segment
-from rekindle.engine.types import Sampling
+from rekindle.batch import Batch, Segment, Wanted
 from rekindle.errors import BadConfig, RekindleError
+from rekindle.placement import pages_for
 from rekindle.prompt import Prompt, common_length
 from rekindle.speculative.files import LAYER_OURS, OURS
 from rekindle.speculative.spec import DrafterSpec, DraftLayer, default_taps
 from rekindle.speculative.width import MOST
 
 Weights = dict[str, Tensor]
-DRAWN = Sampling(temperature=0.7, top_p=0.95, min_p=0.05)
-TOGETHER = 64  # texts of one forward, at most
+TEMPERATURE, MIN_P = 0.7, 0.05  # of answers that are drawn
+TOGETHER = 64  # prompts or texts of one forward, at most
 CURVE = "step", "seconds", "loss", "length", "unseen loss", "unseen length"
 
 
@@ -64,27 +63,59 @@ class Text:
     written: int  # position from which on it is an answer
 
 
+@dataclass(slots=True)
+class Writing:
+    """An answer under way."""
+
+    number: int  # of its prompt
+    tokens: list[int]  # of the prompt and of the answer so far
+    written: int
+    consumed: int = 0  # tokens that the slot's state holds
+
+
 def write_texts(target: Target, prompts: Iterator[Prompt], seconds: float, longest: int) -> list[Text]:
-    """Prompts are asked until the time is over. Every other answer is greedy, the others are drawn."""
-    engine, until = target.engine(), time.monotonic() + seconds
-    engine.degrade("no text is asked for twice")  # nothing is captured
-    texts, under_way = list[Text](), deque[tuple[Prompt, Future[Answer]]]()
+    """Prompts are answered until the time is over, by steps of the stage itself: with a thousand answers at once, most
+    of the time would go to what an engine does for each token. Three of four answers are greedy, the others drawn."""
+    stage, until = target.stage(target.model.spec.whole, pages_for(target.context)), time.monotonic() + seconds
+    dice, stops = torch.Generator(target.device).manual_seed(0), target.model.tokenizer.stop_ids
+    numbered, free = enumerate(prompts), list(range(target.sequences))
+    texts, live = dict[int, Text](), dict[int, Writing]()  # by number, by slot
 
-    def take() -> None:
-        prompt, answer = under_way.popleft()
-        texts.append(Text((*prompt.tokens, *answer.result().tokens), len(prompt.tokens)))
+    def step(slots: Sequence[int]) -> None:
+        asked = [(slot, live[slot]) for slot in slots]
+        segments = (Segment(slot, w.consumed, tuple(w.tokens[w.consumed :]), Wanted.LAST) for slot, w in asked)
+        logits = stage.forward(Batch(tuple(segments)), None).logits
+        assert logits is not None, "a whole model gives logits"
+        drawn = draw(logits, [writing.number for _, writing in asked], dice)
+        for (slot, writing), token in zip(asked, drawn, strict=True):
+            writing.consumed = len(writing.tokens)
+            writing.tokens.append(token)
+            if token in stops or len(writing.tokens) == writing.written + longest:
+                texts[writing.number] = Text(tuple(writing.tokens), writing.written)
+                stage.close(slot)
+                free.append(slot)
+                del live[slot]
 
-    for number, prompt in enumerate(prompts):
-        if time.monotonic() > until:
-            break
-        sampling = replace(DRAWN, seed=number) if number % 2 else GREEDY
-        under_way.append((prompt, ask(target, engine, prompt, sampling, longest, str(number))))
-        if len(under_way) == 2 * target.sequences:
-            take()
-    while under_way:
-        take()
-    engine.stop()
-    return texts
+    while True:
+        running, together = list(live), min(TOGETHER, target.sequences)
+        while len(free) >= together and time.monotonic() < until and (group := list(islice(numbered, together))):
+            new = [free.pop() for _ in group]
+            for slot, (number, prompt) in zip(new, group, strict=True):
+                live[slot] = Writing(number, list(prompt.tokens), len(prompt.tokens))
+            step(new)
+        if running:
+            step(running)
+        elif not live:
+            stage.stop()
+            return [texts[number] for number in sorted(texts)]
+
+
+def draw(logits: Tensor, numbers: Sequence[int], dice: torch.Generator) -> list[int]:
+    """A token for every row, greedily in three of four texts."""
+    chances = (logits / TEMPERATURE).softmax(-1)
+    chances = chances.where(chances >= MIN_P * chances.amax(-1, keepdim=True), 0)
+    drawn, greedy = torch.multinomial(chances, 1, generator=dice)[:, 0], logits.argmax(-1)
+    return torch.where(torch.tensor(numbers, device=drawn.device) % 4 == 3, drawn, greedy).tolist()
 
 
 def given_texts(target: Target, path: Path) -> list[Text]:
@@ -92,23 +123,14 @@ def given_texts(target: Target, path: Path) -> list[Text]:
     texts = list[Text]()
     for entry, where in entries(path):
         if isinstance(entry, dict) and "tokens" in entry:
-            texts.append(_tokens_of(entry, where, target))
+            tokens, written = tokens_of(entry, where, target)
+            texts.append(Text(tokens[: target.context], written))
             continue
         whole = target.template(where).render(turns_of(entry, where), add_generation_prompt=False).tokens
         written = common_length(whole, target.prompt(entry, where).tokens)
         if written < min(len(whole), target.context):
             texts.append(Text(whole[: target.context], written))
     return texts
-
-
-def _tokens_of(entry: dict[str, object], where: str, target: Target) -> Text:
-    tokens, written, vocab = entry["tokens"], entry.get("written"), target.model.spec.vocab
-    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < vocab for token in tokens):
-        raise BadConfig(f"{where}: tokens are no list of ids below {vocab}")
-    tokens = tokens[: target.context]
-    if not isinstance(written, int) or not 0 < written < len(tokens):
-        raise BadConfig(f"{where}: an answer from {written} on does not lie in the first {len(tokens)} tokens")
-    return Text(tuple(tokens), written)
 
 
 # 2. Features

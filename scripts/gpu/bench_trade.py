@@ -35,7 +35,7 @@ from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.synth import write_synthetic
 from rekindle.build.sizes import loaded_sizes
 from rekindle.build.stage import StageConfig, load_stage, stage_configs
-from rekindle.experts import RoutingCounts
+from rekindle.experts import ExpertSet, RoutingCounts
 from rekindle.placement import Device, Machine, Plan, Wishes, card_named, make_plan
 from rekindle.placement.expect import expected
 from rekindle.spec import PAGE, ModelSpec
@@ -70,6 +70,12 @@ class Bench:
         for ffn, plain in zip(self.stage.model.routed, self.plain, strict=False):
             ranks = torch.arange(1, len(plain) + 1, device=plain.device, dtype=plain.dtype)
             ffn.router.copy_(plain * ranks[:, None] ** -exponent)
+
+    @property
+    def taken(self) -> list[int]:
+        """Of 0, 1, … 8 missing experts, how many the CPU takes, as it was measured when the stage was loaded."""
+        shares = (ffn.weights.cpu_experts for ffn in self.stage.model.routed if isinstance(ffn, ExpertSet))
+        return next((share.takes[:9].tolist() for share in shares if share is not None), [])
 
     def grow(self, slot: int, end: int) -> None:
         """The sequence holds `end` positions from now on, of zeros: as if it had been prefilled in chunks."""
@@ -251,6 +257,7 @@ def on_gpu(folder: Path, seconds: float, budgets: Sequence[float], only: str) ->
             said = (expected(even, loaded_sizes(file, torch.bfloat16), context) for context in CONTEXTS)
             row: Row = {"budget": budget, "pool": pool or "traded", "cold": plan.cold}
             row["expected"] = [round(each.tokens_per_second) for each in said if each is not None]
+            row["CPU takes"] = bench.taken
             rows.append(measure_mix(bench, MIX, 60, row))
             if only != "mix":
                 say(f"{measure(bench, CONTEXTS, 60, row)}")
