@@ -70,6 +70,10 @@ class LateStage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
 
+    def begin_capture(self, slot: int) -> Callable[[], list[Part]]:
+        parts = self.capture(slot)
+        return lambda: parts
+
     def capture(self, slot: int) -> list[Part]:
         gate = Gate(self.in_time)
         parts = [late_part(part, gate) for part in self._stage.capture(slot)]
@@ -141,6 +145,10 @@ class FullStage:
         self._happened.append("chunk" if batch.rows > len(batch.segments) else "rows")
         return self._stage.forward(batch, *args)
 
+    def begin_capture(self, slot: int) -> Callable[[], list[Part]]:
+        parts = self.capture(slot)
+        return lambda: parts
+
     def capture(self, slot: int) -> list[Part]:
         self._happened.append("capture")
         return self._stage.capture(slot)
@@ -201,6 +209,10 @@ class LosingStage(LateStage):
     def __init__(self, stage: LocalStage, ready: Lost) -> None:
         super().__init__(stage)
         self._lost: Lost | None = ready
+
+    def begin_capture(self, slot: int) -> Callable[[], list[Part]]:
+        parts = self.capture(slot)
+        return lambda: parts
 
     def capture(self, slot: int) -> list[Part]:
         parts, lost, self._lost = self._stage.capture(slot), self._lost, None
@@ -267,3 +279,44 @@ def test_an_audit_waits_for_the_copies_it_compares(lab: Lab) -> None:
     wait_until(lambda: engine.status().audits == 1)
     assert engine.status().audit_mismatches == 0
     engine.stop()
+
+
+class TellingStage:
+    """Writes down when captures begin and when they are finished."""
+
+    def __init__(self, stage: LocalStage, happened: list[str]) -> None:
+        self._stage, self._happened = stage, happened
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def begin_capture(self, slot: int) -> Callable[[], list[Part]]:
+        self._happened.append("begun")
+        finish = self._stage.begin_capture(slot)
+
+        def finish_and_tell() -> list[Part]:
+            self._happened.append("finished")
+            return finish()
+
+        return finish_and_tell
+
+
+def test_the_first_token_goes_out_before_the_greater_part_of_a_capture(lab: Lab) -> None:
+    happened = list[str]()
+    engine = engine_over(TellingStage(lab.stage(), happened))
+    answer = Answer(engine, Prompt(random_tokens(50, 3)), max_tokens=2, at_token=lambda _: happened.append("token"))
+    assert answer.finished.cache.published == 51
+    engine.stop()
+    assert happened[:3] == ["begun", "token", "finished"]
+
+
+def test_a_capture_holds_what_the_slot_held_when_it_began(lab: Lab) -> None:
+    stage, tokens = lab.stage(), random_tokens(150, 4)
+    stage.open(0)
+    stage.forward(Batch((Segment(0, 0, tokens[:100]),)), None)
+    whole = export_parts(stage.capture(0), {}).tensors
+    finish = stage.begin_capture(0)
+    stage.forward(Batch((Segment(0, 100, tokens[100:]),)), None)
+    stage.close(0)
+    later = export_parts(finish(), {}).tensors
+    assert later.keys() == whole.keys() and all(torch.equal(later[name], whole[name]) for name in whole)

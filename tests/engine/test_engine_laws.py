@@ -213,7 +213,9 @@ def test_stop_token_ends_the_answer_and_is_not_part_of_it(engine: Engine) -> Non
 def test_no_last_token_waits_for_the_capture_of_another_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
     capture = engine.pipeline.capture
-    monkeypatch.setattr(engine.pipeline, "capture", lambda slot: happened.append("capture") or capture(slot))
+    monkeypatch.setattr(
+        engine.pipeline, "capture", lambda *its, **how: happened.append("capture") or capture(*its, **how)
+    )
     said = [lambda count, n=n: happened.append(f"{n}: {count}") for n in range(3)]
     with arriving_together(engine):
         answers = [Answer(engine, Prompt(random_tokens(20, 75 + n)), at_token=said[n]) for n in range(3)]

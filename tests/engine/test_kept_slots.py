@@ -78,9 +78,9 @@ class Verbs:
             monkeypatch.setattr(engine.pipeline, name, self._counted(name, getattr(engine.pipeline, name)))
 
     def _counted(self, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **how: Any) -> Any:
             self.calls[name] += 1
-            return verb(*arguments)
+            return verb(*arguments, **how)
 
         return call
 

@@ -728,3 +728,33 @@ def test_pages_whose_upload_fails_stay_away(small_slabs: list[torch.Tensor]) -> 
     pool.page_in(table)
     assert all(torch.equal(pool.data(page, 0), truth) for page, truth in zip(table.pages, data, strict=True))
     pool.check()
+
+
+def test_copies_that_wait_for_their_caller_begin_when_the_device_has_no_room_for_more(
+    small_slabs: list[torch.Tensor],
+) -> None:
+    copies = PaperGpu(small_slabs)
+    begun = [copies.copy_live([torch.full((30,), float(n))]) for n in range(IN_FLIGHT)]
+    assert not copies.has_room and copies.ready() is None, "nothing is on its way to the host"
+    begun.append(copies.copy_live([torch.full((30,), float(IN_FLIGHT))]))
+    assert copies.ready() is not None, "the first of them made room"
+    taken = [copied.to_host()[0] for copied in begun]
+    copies.join()
+    assert [int(own[0]) for own in taken] == [*range(IN_FLIGHT + 1)]
+    copies.stop()
+
+
+def test_copies_that_could_not_begin_say_so_to_their_own_caller_alone(small_slabs: list[torch.Tensor]) -> None:
+    copies = Failing(small_slabs)
+    copies.take_live([torch.zeros(30)])
+    copies.join()  # its slab is made: the next copies begin on the caller's thread
+    lost = copies.copy_live([torch.ones(30)])
+    copies.refuses = 1
+    others = [copies.copy_live([torch.full((30,), float(n))]) for n in range(IN_FLIGHT)]  # the last waits for `lost`
+    assert not copies.refuses
+    taken = [copied.to_host()[0] for copied in others]
+    copies.join()
+    assert [int(own[0]) for own in taken] == [*range(IN_FLIGHT)]
+    with pytest.raises(RuntimeError, match="no launch"):
+        lost.to_host()
+    copies.stop()

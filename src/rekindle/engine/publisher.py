@@ -98,8 +98,7 @@ class Publisher:
 
     def bring(self, logits: torch.Tensor) -> Future[torch.Tensor]:
         """A row in host memory of its own; raises BadLogits if it holds what is no number."""
-        row = logits.detach().float()
-        return self._rows.submit(_own_row, OnHost(row), OnHost(row.isfinite().all()))
+        return self._rows.submit(_own_row, OnHost(logits.detach().float()))
 
     def stop(self) -> None:
         """Every sequence has ended before, and all that was captured is published."""
@@ -115,7 +114,7 @@ class Publisher:
         if self._closed or not self._prefixes.wants(tokens, kind, namespace=sequence.namespace):
             return
         sequence.account.captured.add(position)
-        parts = self._pipeline.capture(sequence.slot)
+        parts = self._pipeline.capture(sequence.slot, later=True)
         self._captures.append(_Capture(sequence, position, kind, tokens, tuple(sequence.stretches), parts))
 
     def awaits(self, sequence: Sequence, position: int) -> bool:
@@ -129,17 +128,21 @@ class Publisher:
                 capture.logits = logits if isinstance(logits, Future) else self.bring(logits)
 
     def publish_ready(self) -> None:
+        """What of captures could wait until tokens were out is done now."""
+        self._pipeline.finish_captures()
         self._captures = [capture for capture in self._captures if not self._publish(capture)]
 
     def publish_captured(self, tokens: Sequential[int] | np.ndarray, namespace: str, beyond: int = 0) -> None:
         """Wait for captures beyond that position which this prompt could be restored from and that are still copied,
         which takes milliseconds, and publish them with the rest."""
+        self._pipeline.finish_captures()
         prompt = np.asarray(tokens, dtype=np.int32)
         longer = [capture for capture in self._captures if capture.position > beyond]
         self._publish_after([capture for capture in longer if capture.serves(prompt, namespace)])
 
     def abandon(self) -> None:
         """A stage was lost: publish captures that are complete, drop those whose forward never came back."""
+        self._pipeline.finish_captures()
         self._publish_after([capture for capture in self._captures if capture.parts.done()])
         self._captures.clear()
 
@@ -148,6 +151,7 @@ class Publisher:
         self._publish_after(self._captures)
 
     def _publish_after(self, awaited: Iterable[_Capture]) -> None:
+        self._pipeline.finish_captures()
         for capture in awaited:
             capture.wait()
         self.publish_ready()
@@ -187,8 +191,9 @@ class Publisher:
             capture.sequence.account.lose(capture.position, why)
 
 
-def _own_row(row: OnHost, finite: OnHost) -> torch.Tensor:
+def _own_row(row: OnHost) -> torch.Tensor:
     """The row in memory of its own, since the pinned memory serves the next row. Law 5: every logit is a number."""
-    if not finite.take(bool):
+    own = row.take(torch.clone)
+    if not bool(own.isfinite().all()):
         raise BadLogits("its logits are not finite")
-    return row.take(torch.clone)
+    return own

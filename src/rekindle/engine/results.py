@@ -105,6 +105,8 @@ class Collector:
         if any(owner.ending is not None or owner.late_capture is not None for owner in flight.owners):
             self.let_go()  # a capture may take longer than the step that the tokens are held for
         for result in flight.results():
+            if _draws(result):
+                self._give_logits(result)
             self._capture_late(result)
         self._go_on(flight.owners)
 
@@ -166,12 +168,19 @@ class Collector:
         if not _are_numbers(result):
             self._endings.fail_for_logits(sequence, segment.end)
             return
-        if len(rows) and segment.end in sequence.boundaries.kinds and not _is_late(result):
-            self._publisher.give_logits(sequence, segment.end, rows[-1])
+        if not _draws(result):
+            self._give_logits(result)
         if sequence.scores_prompt:
             self._score_prompt(result)
         if segment.end == sequence.prefill_end:
             self._end_prefill(result)
+
+    def _give_logits(self, result: Result) -> None:
+        """To the capture at the chunk's end, if there is one."""
+        segment, sequence, rows, _ = result
+        captured = segment.end in sequence.boundaries.kinds and sequence.audit is None and not sequence.ended
+        if captured and len(rows) and not _is_late(result):
+            self._publisher.give_logits(sequence, segment.end, rows[-1])
 
     def _capture_late(self, result: Result) -> None:
         sequence, position, kind = result.owner, result.segment.end, result.owner.late_capture
@@ -263,6 +272,11 @@ class Collector:
             if (stuck := sequence.guide.stuck) is not None:
                 return AnswerEnd(FinishReason.LENGTH, stuck=stuck)
         return AnswerEnd(FinishReason.LENGTH) if sequence.answer_length >= sequence.max_tokens else None
+
+
+def _draws(result: Result) -> bool:
+    """Whether the prompt ends with it, and a token is drawn there, which waits for nothing else."""
+    return result.segment.end == result.owner.prefill_end and result.owner.max_tokens > 0
 
 
 def _is_late(result: Result) -> bool:

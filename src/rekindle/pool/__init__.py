@@ -5,6 +5,7 @@ from rekindle.pool.page_ins import Recorder
 from rekindle.pool.page_table import HeldPage, PageTable
 from rekindle.pool.pages import PagePool, PagingCounts
 from rekindle.pool.reader import PoolReader
+from rekindle.pool.ready import Together
 from rekindle.pool.segments import SegmentPages
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "PoolReader",
     "Recorder",
     "SegmentPages",
+    "Together",
 ]

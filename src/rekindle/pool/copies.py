@@ -33,6 +33,45 @@ UPLOAD_THREADS = max(1, min((os.cpu_count() or 1) // 2, 8))  # that fill them
 
 
 Begin = Callable[[], object]  # makes the copies' stream wait for the work before them
+Stack = tuple[list[int], torch.Tensor]  # tensors of one shape by number, and copies of them on the device
+
+
+class LiveCopy:
+    """Tensors as they were. Those that lie on a device take room there until they are in host memory."""
+
+    def __init__(self, taken: list[torch.Tensor] | Callable[[], tuple[list[torch.Tensor], Ready]]) -> None:
+        """taken: in host memory by now, or what begins the copies."""
+        self._send = taken if callable(taken) else None
+        self._taken = None if callable(taken) else taken
+        self._ready: Ready | None = None
+        self._error: Exception | None = None  # why the copies could not begin
+
+    def to_host(self) -> list[torch.Tensor]:
+        """In host memory, complete once the copies are `ready`. Asked for once: their memory is the caller's."""
+        if self._error is not None:
+            raise self._error
+        self._begin()
+        taken, self._taken = self._taken, None
+        assert taken is not None, "they were handed out"
+        return taken
+
+    def _begin(self) -> None:
+        if self._send is not None:
+            send, self._send = self._send, None
+            self._taken, self._ready = send()
+
+    @property
+    def done(self) -> bool:
+        return self._send is None and (self._ready is None or self._ready.done)
+
+    def wait(self) -> None:
+        """What goes wrong at the beginning concerns who asks for the copies, not who waits for the room."""
+        try:
+            self._begin()
+        except Exception as error:
+            self._error = error
+        if self._ready is not None:
+            self._ready.wait()
 
 
 class HostCopies:
@@ -48,7 +87,7 @@ class HostCopies:
         self._joined: Ready | None = None  # those that the current stream waits for already
         self._in_use: list[object] = []  # memory that launches on the current stream may read …
         self._held: deque[tuple[Ready, object]] = deque()  # … and memory that a GPU reads or writes, and until when
-        self._in_flight: deque[Ready] = deque()  # captures whose state is still copied on the device
+        self._in_flight: deque[LiveCopy] = deque()  # captures whose state is still copied on the device
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             self._use(Slabs(stock, pin=partial(pin, device)))
@@ -110,28 +149,38 @@ class HostCopies:
             _copy_to_slabs(to, self._gathered)
 
     def take_live(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the tensors hold now, though the next step overwrites them: those of one shape are copied on the device
-        together, since a launch for each would cost the caller more than the copies."""
+        """What the tensors hold now, though the next step overwrites them; complete once `ready` is."""
+        return self.copy_live(tensors).to_host()
+
+    def copy_live(self, tensors: Sequence[torch.Tensor]) -> LiveCopy:
+        """The same, copied on the device alone: what is to be done for the host takes the caller longer, and may wait.
+        Tensors of one shape are copied together, since a launch for each would cost more than the copies."""
         if not self.pinned:
-            return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+            return LiveCopy([tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors])
         alike: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
         for number, tensor in enumerate(tensors):
             alike.setdefault((tensor.dtype, tensor.shape), []).append(number)
         self._await_device_room()
+        stacks = [(numbers, torch.stack([tensors[number] for number in numbers])) for numbers in alike.values()]
+        copied = LiveCopy(partial(self._send_stacks, stacks, self._after_current()))
+        self._in_flight.append(copied)
+        return copied
+
+    def _send_stacks(self, stacks: Sequence[Stack], begin: Begin) -> tuple[list[torch.Tensor], Ready]:
+        """The rows of all stacks in host memory, by number, and when they are complete."""
         taken: dict[int, torch.Tensor] = {}
-        stacks, slices = list[torch.Tensor](), list[list[SlabSlice]]()
-        for (dtype, shape), numbers in alike.items():
-            rows = torch.stack([tensors[number] for number in numbers])
+        full, slices = list[torch.Tensor](), list[list[SlabSlice]]()
+        for numbers, rows in stacks:
             if not rows.numel():
-                taken |= dict.fromkeys(numbers, torch.empty(shape, dtype=dtype))
+                taken |= dict.fromkeys(numbers, torch.empty(rows.shape[1:], dtype=rows.dtype))
                 continue
-            stacks.append(rows)
+            full.append(rows)
             slices.append(_cut_rows(self._own, len(numbers), rows[0].nbytes))
-            copies = (copy for target in slices[-1] for copy in _rows_of(target, dtype, shape).unbind())
+            copies = (copy for target in slices[-1] for copy in _rows_of(target, rows.dtype, rows.shape[1:]).unbind())
             taken |= zip(numbers, copies, strict=True)
         flat = [target for targets in slices for target in targets]
-        self._in_flight.append(self._copy(flat, lambda: self._copy_stacks(slices, stacks)))
-        return [taken[number] for number in range(len(tensors))]
+        ready = self._copy(flat, lambda: self._copy_stacks(slices, full), begin)
+        return [taken[number] for number in sorted(taken)], ready
 
     @property
     def has_room(self) -> bool:
@@ -151,11 +200,11 @@ class HostCopies:
                 rows.record_stream(self._stream)  # torch gives its memory to others only after it has been read
             _copy_to_slabs(to, rows.flatten().view(torch.uint8))
 
-    def _copy(self, slices: Sequence[SlabSlice], hand_over: Callable[[], None]) -> Ready:
+    def _copy(self, slices: Sequence[SlabSlice], hand_over: Callable[[], None], begin: Begin | None = None) -> Ready:
         """Runs `hand_over` on the copies' stream: now, or on the copy thread where some slabs have yet to be made or
-        that thread has earlier copies to hand over."""
+        that thread has earlier copies to hand over. begin: waits for what is copied; all that was launched if None."""
         self.let_go()
-        begin = self._after_current()
+        begin = begin or self._after_current()
         waiting = any(isinstance(ready, Later) and not ready.handed_over.done() for ready, _ in self._held)
         if waiting or not all(target.slab.pinned for target in slices):
             self._last = Later(self._thread.submit(self._make_and_copy, slices, hand_over, begin))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -307,9 +307,18 @@ class LocalStage:
         self._unsettled.pop(slot, None)
 
     def capture(self, slot: int) -> list[Part]:
+        return self.begin_capture(slot)()
+
+    def begin_capture(self, slot: int) -> Callable[[], list[Part]]:
         with self._on_device():
             self._settle(slot)
-            return self._state.capture(slot)
+            finish = self._state.begin_capture(slot)
+
+        def finish_on_device() -> list[Part]:
+            with self._on_device():
+                return finish()
+
+        return finish_on_device
 
     def has_room_for_capture(self) -> bool:
         return self.pool.copies.has_room

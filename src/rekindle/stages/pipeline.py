@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -28,6 +28,7 @@ from rekindle.snapshots.types import Part, StateHolder
 from rekindle.spec import Span
 from rekindle.stages.lines import CallLine, Line, LineStep, line_for
 from rekindle.stages.types import (
+    BeginsCapture,
     FeatureReader,
     InProcess,
     PageCount,
@@ -42,6 +43,7 @@ from rekindle.stages.types import (
 log = logging.getLogger("rekindle.stages")
 
 T = TypeVar("T")
+Begun = tuple[Future[tuple[Part, ...]], list[Future[Callable[[], Sequence[Part]]]]]  # the result, and what finishes it
 
 
 class Pipeline:
@@ -60,6 +62,7 @@ class Pipeline:
         self._replace_stage = replace_stage
         self._lines = [line_for(stage) for stage in stages] if len(stages) > 1 else []
         self._drafter_line = CallLine("drafter") if self._lines and drafter is not None else None
+        self._begun: deque[Begun] = deque()  # captures that are to be finished
 
     @property
     def depth(self) -> int:
@@ -177,9 +180,13 @@ class Pipeline:
     def close(self, slot: int) -> None:
         self._on_all(lambda holder: _close(holder, slot))
 
-    def capture(self, slot: int) -> Future[tuple[Part, ...]]:
+    def capture(self, slot: int, later: bool = False) -> Future[tuple[Part, ...]]:
         """The parts of all stages, in layer order, and the drafter's, if it has one. Taken where it stands in line; the
-        result may come later."""
+        result may come later. later: what need not be done now waits for `finish_captures`, and the result with it."""
+        if later and not self._lines:
+            begun: Future[tuple[Part, ...]] = Future()
+            self._begun.append((begun, [_done(partial(self._begin, holder, slot)) for holder in self._holders]))
+            return begun
         futures = self._post_all(lambda holder: self._captured(holder, slot))
         result: Future[tuple[Part, ...]] = Future()
 
@@ -191,6 +198,21 @@ class Pipeline:
 
         _when_all_done(futures, gather)
         return result
+
+    def finish_captures(self) -> None:
+        """Those that were to be finished later, on the thread that began them."""
+        while self._begun:
+            result, finishing = self._begun.popleft()
+            try:
+                result.set_result(tuple(part for each in finishing for part in each.result()()))
+            except Exception as error:  # of a device or a link; this capture is lost, others are not
+                result.set_exception(error)
+
+    def _begin(self, holder: StateHolder, slot: int) -> Callable[[], Sequence[Part]]:
+        if isinstance(holder, BeginsCapture):
+            return holder.begin_capture(slot)
+        parts = self._captured(holder, slot)
+        return lambda: parts
 
     def _captured(self, holder: StateHolder, slot: int) -> Sequence[Part]:
         if any(holder is stage for stage in self.stages):

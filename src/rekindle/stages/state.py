@@ -11,6 +11,7 @@ import torch
 
 from rekindle.errors import SnapshotMismatch
 from rekindle.layers import LayerState, PagedKv, block_of
+from rekindle.pool import Together
 from rekindle.snapshots.types import Part, wait_for
 from rekindle.spec import ModelSpec, Span
 from rekindle.stages.layout import round_up
@@ -34,16 +35,24 @@ class SpanState:
         if tensors := [tensor for state in self.layers.values() for tensor in state.cleared(slot)]:
             torch._foreach_zero_(tensors)  # one launch for all
 
-    def capture(self, slot: int) -> list[Part]:
-        pages = self.paged.export(slot)
+    def begin_capture(self, slot: int) -> Callable[[], list[Part]]:
+        """Copies what the next forward overwrites; what is called later takes the rest of the time, and gives the
+        parts."""
+        pages, copies = self.paged.export(slot), self.paged.pool.copies
         live = {layer: state.live(slot) for layer, state in self.layers.items()}
-        tensors = [tensor for named in live.values() for tensor in named.values()]
-        copies = iter(self.paged.pool.copies.take_live(tensors))
-        ready = self.paged.ready(slot)
-        return [
-            Part(layer, {name: next(copies) for name in named}, pages.get(layer, ()), ready)
-            for layer, named in live.items()
-        ]
+        copied = copies.copy_live([tensor for named in live.values() for tensor in named.values()])
+        exported = self.paged.ready(slot)
+
+        def finish() -> list[Part]:
+            tensors = iter(copied.to_host())
+            awaited = tuple(ready for ready in (exported, copies.ready()) if ready is not None)
+            ready = Together(awaited) if awaited else None
+            return [
+                Part(layer, {name: next(tensors) for name in named}, pages.get(layer, ()), ready)
+                for layer, named in live.items()
+            ]
+
+        return finish
 
     # Restoring, in two steps: nothing changes before all stages have checked their parts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -64,6 +64,15 @@ class PageCount:
     def at_once(self) -> int:
         """Free pages that nobody else's has to leave the device for."""
         return self.free if self.here is None else self.here
+
+
+@runtime_checkable
+class BeginsCapture(Protocol):
+    """A holder of state that can be captured in two steps."""
+
+    def begin_capture(self, slot: int) -> Callable[[], Sequence[Part]]:
+        """The slot may go on at once. What is called later, on the same thread, does the greater part of the work."""
+        ...
 
 
 @runtime_checkable
