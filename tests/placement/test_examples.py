@@ -282,17 +282,17 @@ def _stock(plan: Plan) -> int:
 def test_the_pinned_stock_is_a_small_part_of_the_ram_and_shared_by_the_gpus() -> None:
     spec, sizes = moe()
     for ram, devices, slabs in (
-        (256 * GIB, (gpu(GIB),), [128]),
-        (64 * GIB, (gpu(GIB),), [64]),
-        (16 * GIB, (gpu(GIB),), [16]),
-        (16 * GIB, (gpu(GIB, "a"), gpu(GIB, "b")), [8, 8]),
-        (16 * GIB, (cpu(GIB), gpu(GIB)), [0, 16]),
+        (256 * GIB, (gpu(GIB),), [256]),
+        (64 * GIB, (gpu(GIB),), [128]),
+        (16 * GIB, (gpu(GIB),), [32]),
+        (16 * GIB, (gpu(GIB, "a"), gpu(GIB, "b")), [16, 16]),
+        (16 * GIB, (cpu(GIB), gpu(GIB)), [0, 32]),
         (16 * GIB, (cpu(GIB),), [0]),
     ):
         plan = make_plan(Machine(devices, ram), spec, sizes, Wishes(4096))
         assert [stage.slabs for stage in plan.stages] == slabs
         assert _stock(plan) == sum(slabs) * 16 * MIB
-        assert _stock(plan) <= ram // 64
+        assert _stock(plan) <= ram // 32
 
 
 def test_the_pinned_stock_gives_way_before_a_plan_is_refused() -> None:

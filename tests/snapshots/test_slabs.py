@@ -195,7 +195,7 @@ def test_whoever_lets_go_of_a_slab_does_not_call_the_driver(stock: int) -> None:
 
 def test_the_stock_is_filled_ahead_of_need_and_again_after_it() -> None:
     pins = Pins()
-    slabs = Slabs(3, SIZE, pins)
+    slabs = Slabs(3, SIZE, pins, quiet=0)
     wait_for_stock(slabs, 3)
     pieces = [slabs.take(1) for _ in range(3)]
     assert all(piece.slab.pinned for piece in pieces)
@@ -340,3 +340,22 @@ def test_as_many_as_are_said_to_fit_do_fit(nbytes: int) -> None:
     for _ in range(4):
         held.append(cuts.cut(cuts.fitting(nbytes) * nbytes))
     assert len({piece.slab for piece in held}) == (4 if nbytes <= 5 * EDGE else 5)
+
+
+def test_the_stock_is_filled_in_quiet_times_and_at_once_when_little_is_left() -> None:
+    pins = Pins()
+    slabs = Slabs(8, SIZE, pins, quiet=3600)
+    wait_for_stock(slabs, 8)
+    pieces = [slabs.take(1) for _ in range(6)]
+    wait_until(lambda: slabs._news.empty())
+    assert pins.asked == 8, "two are left, and launches would wait for the driver"
+    pieces.append(slabs.take(1))
+    wait_until(lambda: pins.asked > 8)
+    wait_until(lambda: slabs._news.empty())
+    assert pins.asked < 8 + 7
+    slabs._taken_at -= 3600
+    slabs.review()
+    wait_for_stock(slabs, 8)
+    slabs.stop()
+    assert slabs.late == 0 and pins.asked == 8 + 7
+    del pieces

@@ -327,6 +327,16 @@ def test_padding_behind_blocks_always_fits_the_log() -> None:
                 assert max(laid) <= shape.lengths[0] and sum(laid) == shape.rows
 
 
+@pytest.mark.parametrize("widest", [1, 3, 12, 40])
+def test_padding_stays_inside_its_table_though_a_chunk_has_more_rows_than_a_sequence(widest: int) -> None:
+    for shape in recorded_shapes(slots=4, widest=widest, chunk=2048, block=16):
+        layout = Layout(shape, CPU, 4, 99)
+        layout.fill(None, [], torch.full((shape.size,), -7, dtype=torch.int32))
+        ragged = layout.ragged
+        pages = ragged.row_places.long() // PAGE
+        assert ragged.tables[ragged.row_segments.long(), pages].eq(99).all(), "every row finds the page of padding"
+
+
 def test_the_first_step_of_its_kind_runs_through_all_layers_before_it_is_recorded(make_tiny: Any) -> None:
     """Memory that a layer makes when it first runs is not made while a step is recorded."""
     warmed: list[int] = []

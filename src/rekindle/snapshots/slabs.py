@@ -2,9 +2,10 @@
 
 Fresh memory is slow: the system clears it when it is first touched, which takes longer than to read a file into it, and
 to pin it for a GPU takes longer still, under a lock that launches wait for. So a slab without holders is kept for the
-next request, and beside a GPU threads keep some in stock, enough for captures and restores that come all at once. Idle
-memory is bounded: the stock, and what the RAM tier leaves of its budget. One of them gives back the rest, since the
-last reference to a slab may be dropped anywhere, also where the driver must not be called.
+next request, and beside a GPU threads keep some in stock, enough for captures and restores that come all at once; what
+is taken from it is made anew when nobody has asked for some time, unless little is left. Idle memory is bounded: the
+stock, and what the RAM tier leaves of its budget. One of the threads gives back the rest, since the last reference to a
+slab may be dropped anywhere, also where the driver must not be called.
 
 A slab is lent as a whole or cut; it comes back by itself when nothing of it is referred to. Code that lets a device
 read or write it keeps a reference until the device has.
@@ -16,6 +17,7 @@ import contextlib
 import logging
 import mmap
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +31,8 @@ from rekindle.snapshots.files import Bytes
 
 EDGE = 256  # bytes on which everything begins that is cut from a slab
 LARGE_PAGE = 2 << 20  # bytes: on such an edge a mapping begins, so that the system can back all of it with large pages
+QUIET = 0.25  # seconds without a request, after which the stock is filled: to pin a slab keeps launches waiting
+LOW_PART = 4  # with less than this part of the stock it is filled at once
 PAUSE = 1.0  # seconds between a refusal of memory for the stock and the next try
 
 Pin = Callable[[int, int], Callable[[], object] | None]  # address, bytes -> what undoes it; None where it is refused
@@ -80,8 +84,16 @@ class Slab:
 class Slabs:
     """Lends slabs, and keeps those that come back."""
 
-    def __init__(self, stock: int = 0, size: int = SLAB_BYTES, pin: Pin | None = None, pause: float = PAUSE) -> None:
-        """stock: slabs that are kept ready; pause: seconds before memory that was refused is asked for again."""
+    def __init__(
+        self,
+        stock: int = 0,
+        size: int = SLAB_BYTES,
+        pin: Pin | None = None,
+        pause: float = PAUSE,
+        quiet: float = QUIET,
+    ) -> None:
+        """stock: slabs that are kept ready; pause: seconds before memory that was refused is asked for again; quiet:
+        seconds without a request before the stock is filled."""
         self.size = size
         self.refused = 0  # times that the system gave no memory for the stock, or the driver did not pin a slab
         self.late = 0  # slabs that were asked for when none was ready
@@ -89,7 +101,8 @@ class Slabs:
         self._stock = stock
         self._driver = pin
         self._pin = None if pin is None else self._ask_driver
-        self._pause = pause
+        self._pause, self._quiet = pause, quiet
+        self._taken_at = -quiet  # when a slab was asked for last, by a monotonic clock
         self._pinning = threading.Lock()  # one at a time: launches wait for the driver's own lock
         self._idle: dict[int, SimpleQueue[Slab]] = {}  # by size in bytes
         self._news: SimpleQueue[bool] = SimpleQueue()  # wakes the thread; False ends it
@@ -109,7 +122,7 @@ class Slabs:
     def take(self, nbytes: int) -> SlabSlice:
         """A whole slab, or one of as many times its size as is needed. Never waits: it may still have to be made."""
         whole = max(1, -(-nbytes // self.size)) * self.size
-        slab = self._find(whole) or self._new(whole)
+        slab, self._taken_at = self._find(whole) or self._new(whole), time.monotonic()
         memory = slab.lend()
         weakref.finalize(memory, self._came_back, slab).atexit = False
         self.review()
@@ -156,8 +169,20 @@ class Slabs:
     def _keep_stock(self) -> None:
         while not self._stopped and self._news.get():
             while not self._stopped and (missing := self._stock - self._ready()) > 0:
-                self._restock(missing)
+                if LOW_PART * self._ready() < self._stock:
+                    self._restock(missing)
+                elif (wait := self._taken_at + self._quiet - time.monotonic()) <= 0:
+                    self._restock(1)  # a request may come any moment
+                else:
+                    self._trim()
+                    self._rest(wait)
             self._trim()
+
+    def _rest(self, seconds: float) -> None:
+        """Until then, or until there is news."""
+        with contextlib.suppress(Empty):
+            if not self._news.get(timeout=seconds):
+                self._news.put(False)  # `stop` was called: for `_keep_stock`
 
     def _ready(self) -> int:
         return self._idle[self.size].qsize() if self.size in self._idle else 0
@@ -179,9 +204,7 @@ class Slabs:
         if errors:  # the system may have memory again soon
             self._count_refusal(f"no memory for the stock, asking again every {self._pause:g} s: {errors[0]}")
             self._trim()  # what the RAM tier needs back does not wait for the stock
-            with contextlib.suppress(Empty):
-                if not self._news.get(timeout=self._pause):
-                    self._news.put(False)  # `stop` was called: for `_keep_stock`
+            self._rest(self._pause)
 
     def _interpreter_ends(self) -> bool:
         """No executor takes work any more: not ours, and not the one on whose thread the driver is asked."""

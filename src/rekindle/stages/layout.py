@@ -185,7 +185,9 @@ class Layout:
         fields.tokens[: len(tokens)] = np.maximum(tokens, 0) if tokens else 0  # those still to be drawn come later
         fields.tokens[len(tokens) :] = 0
         fields.row_segments[:] = numbers
-        fields.row_positions[:] = firsts[numbers] + np.arange(rows) - starts[numbers]
+        positions = firsts[numbers] + np.arange(rows) - starts[numbers]
+        # Of padding alone there may be more rows than a sequence has positions: they stay inside its table.
+        fields.row_positions[:] = np.minimum(positions, self.shape.width * PAGE + skipped[numbers] * PAGE - 1)
         fields.row_places[:] = fields.row_positions - skipped[numbers] * PAGE
         fields.slots[:] = [*(segment.slot for segment in segments), *[self._scratch_slot] * more]
         for group, tables in enumerate(fields.tables):
