@@ -10,7 +10,8 @@ SCRATCH = 1 << 28  # quantised weights expanded at a time, of a matrix or of a l
 SINK_PAGES = 1  # pages at the beginning of a sequence that never leave the pool …
 TAIL_PAGES = 4  # … and sealed pages at its end
 STAGED_PAGES = 64  # pages of one layer in each of the two buffers between host and device
-STAGED_EXPERTS = 16  # in each of the two halves through which cold experts pass in prefill, or all of a smaller layer
+STAGED_PARTS = 2  # of the area through which cold experts pass in prefill …
+STAGED_EXPERTS = 16  # … and experts in each, or all of a smaller layer
 
 RECORDED_ROWS = 2048  # of the longest chunk that is recorded: its graph has work memory of its own
 DRAWN_ROWS = 64  # of a recorded draw, at most: all blocks of a batch together
