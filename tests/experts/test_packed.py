@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from support.tape import record_on_tape
 
-from rekindle.experts import packed, planes
+from rekindle import buffers
+from rekindle.experts import planes
 from rekindle.experts import triton as kernels
 from rekindle.experts.cost import CostModel
 from rekindle.experts.counts import LayerCounter, RoutingCounts
@@ -81,7 +82,7 @@ class Layer:
 
 @pytest.fixture(autouse=True)
 def _small_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "STAGED_EXPERTS", 2)
+    monkeypatch.setattr(buffers, "STAGED_EXPERTS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -312,8 +313,7 @@ def check_planes(layer: Layer, experts: ExpertSet) -> None:
                 assert places[expert] < 0 or torch.equal(hosted[places[expert]], mine[expert])
 
 
-def test_planes_and_staging_take_the_bytes_that_the_plan_counts(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reserve, "STAGED_EXPERTS", packed.STAGED_EXPERTS)
+def test_planes_and_staging_take_the_bytes_that_the_plan_counts(layer: Layer) -> None:
     weights = layer.cold([0, 1], 2).weights
     assert isinstance(weights, PackedWeights)
     counted = [packed_bytes(part.type, part.shape[1] * part.shape[2]) for part in layer.stored.parts]

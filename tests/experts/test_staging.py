@@ -114,7 +114,7 @@ def test_a_part_is_read_when_it_is_filled_and_filled_when_nobody_reads_it(paper:
     done = record(paper, order, ahead)
     for part in range(STAGED_PARTS):
         its = [name for name in done if name.endswith((f"copy to {part}", f"read of {part}"))]
-        assert len(its) > 4
+        assert len(its) >= 4
         for earlier, later in pairwise(its):
             assert earlier in paper.behind[later]
     for name in done:

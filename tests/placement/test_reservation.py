@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from support.paper_machine import GIB, MIB, gpu, moe, one_gpu
 
-from rekindle.placement import Machine, Plan, Wishes, make_plan, reserve, stage
+from rekindle import buffers
+from rekindle.placement import Machine, Plan, Wishes, make_plan, stage
 from rekindle.placement.place import Placer
 from rekindle.placement.reserve import LOOKUP_BYTES
 from rekindle.spec import PAGE, AttentionSpec
@@ -25,7 +26,7 @@ TARGET = 8192  # tokens, in proportion to so small a model
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only pages and experts share the room here."""
-    monkeypatch.setattr(reserve, "STAGED_EXPERTS", 0)
+    monkeypatch.setattr(buffers, "STAGED_EXPERTS", 0)
     monkeypatch.setattr(stage, "POOL_TARGET", TARGET // PAGE)
 
 

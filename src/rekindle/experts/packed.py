@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rekindle.buffers import STAGED_EXPERTS
+from rekindle.buffers import staged_experts
 from rekindle.experts.cpu_experts import CpuExperts, LayerCpuExperts
 from rekindle.experts.host import HostExecutor, rows_of
 from rekindle.experts.memory import HostMemory
@@ -41,7 +41,7 @@ class PackedWeights:
         places[torch.tensor(self._cold)] = torch.arange(len(self._cold), dtype=torch.int32)
         self.places = places.to(device)  # expert -> where it lies in host memory
         self.at_place = torch.tensor(self._cold, dtype=torch.int32, device=device)
-        self._staging = staging or Staging(self.stacks, min(STAGED_EXPERTS, stored.count), device)
+        self._staging = staging or Staging(self.stacks, staged_experts(stored.count), device)
         self._to_cache = make_pieces(self.host_stacks, self.stacks, len(residency.hot), device)
         self._parts = make_parts(self.host_stacks, self.stacks, device)
         self._to_staging = [make_pieces(self.host_stacks, part, 0, device) for part in self._staging.parts]

@@ -17,11 +17,11 @@ from rekindle.buffers import (
     SINK_PAGES,
     SLAB_BYTES,
     SLAB_MAKERS,
-    STAGED_EXPERTS,
     STAGED_PAGES,
     STAGED_PARTS,
     TAIL_PAGES,
     UPLOAD_SLABS,
+    staged_experts,
 )
 from rekindle.errors import BadConfig
 from rekindle.placement.mixers import MixerSums, SpanMixers
@@ -117,7 +117,7 @@ def chooses_by_keys(wishes: Wishes) -> bool:
 
 def staging_bytes(layers: dict[int, LayerSizes]) -> int:
     """Where cold experts pass through the device, for every kind of layer; not needed while all of them are hot."""
-    kinds = {(layer.expert, min(STAGED_EXPERTS, layer.experts)) for layer in layers.values()}
+    kinds = {(layer.expert, staged_experts(layer.experts)) for layer in layers.values()}
     return STAGED_PARTS * sum(size * slots for size, slots in kinds)
 
 
