@@ -28,6 +28,7 @@ from rekindle.kernels.matmul.packing import FORMATS, pack, packed_bytes
 from rekindle.kernels.matmul.types import Matrix
 from rekindle.kernels.moe import ExpertStack, SharedExpert, moe, route
 from rekindle.kernels.moe.bring import bring_part
+from rekindle.layers.layer import launches_of
 from rekindle.placement import LayerSizes, reserve
 
 CPU = torch.device("cpu")
@@ -334,6 +335,12 @@ def test_costs_are_measured_without_touching_a_slot(layer: Layer) -> None:
     assert cost.pcie > 0
     assert cost.host_expert >= 0
     assert min(cost.host_call, cost.host_pair, cost.device_pair) >= 0
+
+
+def test_layers_that_differ_in_their_hot_experts_alone_launch_the_same_kernels(layer: Layer) -> None:
+    some, others, smaller = (launches_of(layer.cold(*placed)) for placed in (([0, 1], 3), ([4, 2, 3], 3), ([0, 1], 2)))
+    assert some == others != smaller, "a cache of another size is looked through by another kernel"
+    assert some != launches_of(Layer("Q4_K").cold([0, 1], 3))
 
 
 @triton.jit

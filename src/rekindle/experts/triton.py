@@ -229,9 +229,13 @@ def fetch(pieces: Tensor, load: Tensor, places: Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["count", "slots"])
-def _fetch_aside_kernel(pieces, load, places, count, slots, B: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The pieces of all slots, `count` of each, dealt to the programs in turn."""
-    for number in range(tl.program_id(0), count * slots, tl.num_programs(0)):
+def _fetch_aside_kernel(  # type: ignore[no-untyped-def]
+    pieces, load, places, count, slots, B: tl.constexpr, S: tl.constexpr
+):  # fmt: skip
+    """The pieces of all slots, `count` of each, dealt to the programs in turn; none behind the last that is filled."""
+    s = tl.arange(0, S)
+    filled = tl.max(tl.where(tl.load(load + s, s < slots, other=-1) >= 0, s + 1, 0), 0)
+    for number in range(tl.program_id(0), count * filled, tl.num_programs(0)):
         slot = number // count
         expert = tl.load(load + slot)
         if expert >= 0:
@@ -241,8 +245,9 @@ def _fetch_aside_kernel(pieces, load, places, count, slots, B: tl.constexpr):  #
 def fetch_aside(pieces: Tensor, load: Tensor, places: Tensor) -> None:
     """The same by a few programs, which leave the multiprocessors to kernels that compute meanwhile."""
     count, slots = pieces.shape[0], load.shape[0]
-    programs = min(FETCHERS, count * slots)
-    _fetch_aside_kernel[(programs,)](pieces, load, places, count, slots, B=PIECE, num_warps=8)
+    _fetch_aside_kernel[(min(FETCHERS, count * slots),)](
+        pieces, load, places, count, slots, B=PIECE, S=triton.next_power_of_2(slots), num_warps=8
+    )
 
 
 @triton.jit(do_not_specialize=["experts", "slots", "length"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from rekindle.buffers import staged_experts
 from rekindle.experts.packed import SlotPairs
 from rekindle.experts.planes import make_parts, make_pieces
 from rekindle.experts.residency import Residency
@@ -49,7 +50,7 @@ def launch_cold_experts(ffn: RoutedFfn, kept: int, lendable: int, dtype: torch.d
         rows *= 2
     pieces = make_pieces(stacks, stacks, 0, device)
     kernels.fetch(pieces, residency.owner, places)
-    kernels.fetch_aside(pieces, places, places)
+    kernels.fetch_aside(pieces, places[: staged_experts(experts)], places)
     for needed in (None, places):
         kernels.list_missing(residency, needed, places, places)
     kernels.exchange(pieces, 0, 0)
