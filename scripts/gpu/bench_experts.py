@@ -197,6 +197,9 @@ def links(layer: OneLayer) -> None:
         speed = count * weights.expert_bytes / seconds
         say(f"link, kernel, {count} experts of {weights.expert_bytes / 1e6:.2f} MB: "
             f"{seconds * 1e6:.0f} µs, {speed / 1e9:.1f} GB/s")  # fmt: skip
+    seconds = timed(weights.fill_staging, 30)
+    speed = weights.fill_staging() / seconds
+    say(f"link, kernel of few programs, a part of the staging area: {seconds * 1e6:.0f} µs, {speed / 1e9:.1f} GB/s")
     helper = weights.cpu_experts
     if helper is None:
         say("the CPU takes no share: nothing gained, or no compiler")
@@ -246,6 +249,7 @@ def ways(layer: OneLayer) -> bool:
             if seed == 2:  # in the middle, someone is promoted
                 cold.swap(cold.residency.hot[5], next(e for e in range(EXPERTS) if e not in cold.residency.hot))
             h = inputs(rows, 1000 + seed)
+            cold.begin(rows)
             want, have = all_hot.forward(h), cold.forward(h)
             worst = max(worst, float((want.float() - have.float()).norm() / want.float().norm()))
             same = same and torch.equal(want, have)

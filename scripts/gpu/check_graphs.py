@@ -3,9 +3,11 @@
 A tiny random model. Chunks of many lengths, behind one another, behind a restore and of several prompts at once; decode
 alone and beside others, sparse decode over page edges, blocks to verify with every way back; bf16 and q8 KV. Blocks of
 several sequences, whose recorded steps have other numbers of rows, are computed in float32, so that a fault does not
-pass for rounding. On a GPU also draws, which have the tokens of unrecorded ones, and steps that wait for pages under
-way, handed over far ahead of the device. The last line says how many of the checks failed; exit code 1 if any did. With
---device cpu the steps are run again instead of replayed, which tries this script itself.
+pass for rounding. So are chunks whose cold experts pass through the staging area while experts change places; the
+experts of all layers alone, one behind the other, have the very bits of unrecorded ones. On a GPU also draws, with the
+tokens of unrecorded ones, and steps that wait for pages under way, handed over far ahead of the device. The last line
+says how many of the checks failed; exit code 1 if any did. With --device cpu the steps are run again instead of
+replayed, which tries this script itself.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from rekindle.engine.recorded_draws import RecordedDraws
 from rekindle.engine.sampler import draw
 from rekindle.engine.token_counts import TokenCounts
 from rekindle.engine.types import Sampling
+from rekindle.experts import CostModel, ExpertSet, RoutingCounts, SpanExperts
 from rekindle.layers import load_span
 from rekindle.layers.span import ModelSpan
 from rekindle.pool import Recorder
@@ -141,6 +144,58 @@ def whole(pair: Pair) -> None:
     for step in range(4):
         pair.decode((0, at + step), (1, at + step))
     pair.decode((0, at + 4))
+
+
+def streamed(pair: Pair) -> None:
+    """Chunks without padding, whose cold experts are those that are chosen, all that are missing or whole groups."""
+    at = 0
+    for turn, rows in enumerate((16, 32, 64, 256, 512, 16, 256, 64, 32)):
+        exchange(cold_sets(pair.plain.model), turn)
+        pair.run(Segment(0, at, _text(at, rows), Wanted.LAST))
+        at += rows
+
+
+def cold_sets(model: ModelSpan) -> list[ExpertSet]:
+    return [ffn for ffn in model.routed if isinstance(ffn, ExpertSet)]
+
+
+def exchange(layers: Sequence[ExpertSet], turn: int) -> None:
+    """One hot expert of every layer that has any, for a cold one."""
+    for number, experts in enumerate(layers):
+        hot = experts.residency.hot
+        cold = [expert for expert in range(experts.residency.experts) if expert not in hot]
+        if hot:
+            experts.swap(hot[(turn + number) % len(hot)], cold[turn % len(cold)])
+
+
+@torch.inference_mode()
+def experts_alone(model: ModelSpan) -> bool:
+    """The experts of all layers, one behind the other, as one recorded step that is replayed while they change places:
+    nothing is between the layers, so that copies and products meet in the staging area as often as can be."""
+    layers = cold_sets(model)
+    record = again if model.device.type == "cpu" else GraphRecorder(model.device)
+    for rows in (16, 64, 300):
+        h = torch.randn(rows, model.spec.hidden, device=model.device)
+        out = torch.empty_like(h)
+
+        def step(h: torch.Tensor = h, out: torch.Tensor = out) -> None:
+            for experts in layers:
+                experts.begin(h.shape[0])
+            x = h
+            for experts in layers:
+                x = h + experts.forward(x)
+            out.copy_(x)
+
+        replay = record(step)
+        for turn in range(12):
+            exchange(layers, turn)
+            h.normal_()
+            replay()
+            recorded = out.clone()
+            step()
+            if not (recorded.isfinite().all() and torch.equal(recorded, out)):
+                return False
+    return True
 
 
 def _restored(pair: Pair, position: int, parts: list[Part]) -> int:
@@ -263,10 +318,18 @@ def draws(device: torch.device, vocab: int = 100_003) -> bool:
     return True
 
 
-def load(shape: str, device: torch.device, dtype: torch.dtype) -> ModelSpan:
+def load(
+    shape: str, device: torch.device, dtype: torch.dtype, hot: Sequence[int] | None = None, cache_slots: int = 0
+) -> ModelSpan:
+    """hot: experts of every layer; None: all."""
     with tempfile.TemporaryDirectory() as folder:
         file = open_weights(write_synthetic(Path(folder) / f"{shape}.gguf", shape))
-        return load_span(file, file.spec.whole, device, dtype)
+        layers, plan = file.spec.layers, None
+        if hot is not None:
+            counts = RoutingCounts(layers, file.spec.ffn.experts)
+            cost = CostModel.same_memory()  # so that the CPU is never chosen
+            plan = SpanExperts([hot] * layers, [cache_slots] * layers, counts, cost, use_cpu=False)
+        return load_span(file, file.spec.whole, device, dtype, experts=plan)
 
 
 def main() -> None:
@@ -313,6 +376,12 @@ def main() -> None:
             NEAR_FLOAT32,
         ),
     )
+    few, none = (load("tiny-moe", device, torch.float32, *cold) for cold in (((0, 3), 2), ((), 0)))
+    for name, span in (("some cold", few), ("all cold", none)):
+        more = *more, (f"streamed, {name}, float32", streamed, span, "f16", {"table_width": 64}, NEAR_FLOAT32)
+        good = experts_alone(span)
+        failed += not good
+        print(f"{'ok ' if good else 'BAD'} experts alone, {name}, float32", flush=True)
     for name, work, span, kv_type, choices, near in more:
         pair = Pair(span, kv_type, **choices)
         work(pair)

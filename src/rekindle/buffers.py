@@ -10,7 +10,10 @@ SCRATCH = 1 << 28  # quantised weights expanded at a time, of a matrix or of a l
 SINK_PAGES = 1  # pages at the beginning of a sequence that never leave the pool …
 TAIL_PAGES = 4  # … and sealed pages at its end
 STAGED_PAGES = 64  # pages of one layer in each of the two buffers between host and device
-STAGED_EXPERTS = 16  # in each of the two halves through which cold experts pass in prefill, or all of a smaller layer
+# Of the area through which cold experts pass in prefill: together they hold what a layer misses of 256 experts when one
+# in four is cold, so that all of it can be on its way while the layers before compute.
+STAGED_PARTS = 4
+STAGED_EXPERTS = 16  # in each of them, at most
 
 RECORDED_ROWS = 2048  # of the longest chunk that is recorded: its graph has work memory of its own
 DRAWN_ROWS = 64  # of a recorded draw, at most: all blocks of a batch together
@@ -22,3 +25,8 @@ SLAB_BYTES = 16 << 20  # of host memory that is used again, pinned beside a GPU
 SLAB_MAKERS = 4  # threads that make them, beside a GPU
 STOCK = 8  # slabs of a GPU that wait for captures, where no plan says how many: beside a GPU in another machine
 UPLOAD_SLABS = 4  # through which memory that is not pinned goes up
+
+
+def staged_experts(experts: int) -> int:
+    """In each part of the staging area of layers with so many experts: two layers' in all parts together, at most."""
+    return min(STAGED_EXPERTS, -(-experts // 2))

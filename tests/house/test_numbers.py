@@ -30,12 +30,14 @@ def defined(path: Path) -> set[str]:
 
 
 def readers(number: str) -> set[str]:
-    """Packages whose modules import a number."""
+    """Packages whose modules import a number, or a function of the buffers that says by it how large one is."""
+    functions = [node for node in parsed(BUFFERS).body if isinstance(node, ast.FunctionDef)]
+    names = {number} | {function.name for function in functions if number in ast.unparse(function)}
     return {
         path.relative_to(PACKAGE).parts[0]
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(parsed(path))
-        if isinstance(node, ast.ImportFrom) and number in {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and names & {alias.name for alias in node.names}
     }
 
 

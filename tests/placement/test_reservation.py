@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from support.paper_machine import GIB, MIB, gpu, moe, one_gpu
 
-from rekindle.placement import Machine, Plan, Wishes, make_plan, reserve, stage
+from rekindle import buffers
+from rekindle.placement import Machine, Plan, Wishes, make_plan, stage
 from rekindle.placement.place import Placer
 from rekindle.placement.reserve import LOOKUP_BYTES
-from rekindle.spec import PAGE, AttentionSpec
+from rekindle.spec import PAGE, AttentionSpec, FfnSpec
 from rekindle.spec.attention import PARTIAL_ROWS, most_splits
 
 # 8 layers, 2 of them attention: 2 KiB of KV per token, 256 MiB at 131,072; experts 8 · 16 · 2 MiB = 256 MiB.
@@ -25,7 +26,7 @@ TARGET = 8192  # tokens, in proportion to so small a model
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only pages and experts share the room here."""
-    monkeypatch.setattr(reserve, "STAGED_EXPERTS", 0)
+    monkeypatch.setattr(buffers, "STAGED_EXPERTS", 0)
     monkeypatch.setattr(stage, "POOL_TARGET", TARGET // PAGE)
 
 
@@ -158,6 +159,13 @@ def test_prompt_lookup_and_recorded_steps_have_lines_of_their_own() -> None:
     assert indexed == drafting.live_pages * PAGE * LOOKUP_BYTES
     assert not any(item.name == "draft index" for item in plain.host_items)
     assert plain.stage(0).bytes_of("recorded steps") > 0
+
+
+def test_what_experts_give_is_reserved_in_float32_whatever_the_activations_are() -> None:
+    """Inner values of all pairs and their results are there at once, then the sums too."""
+    hidden, used, width = 2048, 8, 512
+    least = used * (width * 2 + hidden * 4) + hidden * 4
+    assert FfnSpec(0, 256, used, width, width).row_bytes(hidden, value_bytes=2) >= least
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(1, 16), (64, 16), (9 * 512, 16), (65 * 2048, 24)])

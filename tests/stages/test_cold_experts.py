@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rekindle.bench.synth import write_synthetic
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling, Token
 from rekindle.experts import ROUND, CostModel, ExpertSet, RoutedFfn, RoutingCounts, SpanExperts, Way
+from rekindle.experts.looped import LaneWeights
 from rekindle.layers import load_span
 from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Prompt
@@ -35,13 +36,13 @@ def cold_stage(
     cache_slots: Sequence[int],
     cost: CostModel = BRING,
     keep: int = 0,
-    **pool: int,
+    **options: Any,
 ) -> LocalStage:
-    """`pool`: pages and host_pages of the stage."""
+    """`options`: of the stage."""
     file = tiny.open()
     plan = SpanExperts(hot, cache_slots, RoutingCounts(LAYERS, EXPERTS), cost, keep)
     model = load_span(file, file.spec.whole, torch.device("cpu"), torch.float32, experts=plan)
-    return LocalStage(model, slots=4, kv_type="f32", **{"pages": 64, **pool})
+    return LocalStage(model, slots=4, kv_type="f32", **{"pages": 64, **options})
 
 
 def sets_of(stage: LocalStage) -> list[ExpertSet]:
@@ -202,6 +203,31 @@ def test_a_stage_says_which_way_its_layers_took_and_who_moved(tiny: Any) -> None
     assert work["swaps:"] == sum(experts.swaps for experts in sets_of(stage)) >= 1
     assert {key for key in work if key.startswith("pages:")} == {"pages:out", "pages:in", "pages:away", "pages:skipped"}
     assert Pipeline([stage]).work() == work
+
+
+def run_again(step: Callable[[], None], warm: Callable[[], None] | None = None) -> Callable[[], None]:
+    return step
+
+
+def test_a_chunk_that_streams_is_recorded_and_has_the_bits_of_an_eager_one_whatever_moved(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that fill their step: 2, which go through the cache, and more, which do not."""
+    placed = [[0, 3]] * LAYERS, [4] * LAYERS
+    edges, swaps = (64, 66, 98, 130, 132), {1: (0, 0, 0), 2: (3, 1, 2), 3: (5, 0, 4)}
+    eager = logits_of(cold_stage(tiny, *placed), edges, swaps)
+    monkeypatch.setattr(LaneWeights, "recordable", True)
+    begun, begin = list[str](), LaneWeights.begin
+    monkeypatch.setattr(LaneWeights, "begin", lambda weights: (begun.append("begun"), begin(weights))[1])
+    stage = cold_stage(tiny, *placed, record=run_again, table_width=64)
+    assert torch.equal(logits_of(stage, edges, swaps), eager)
+    work = stage.work()
+    assert (work["step:recorded"], work["step:eager"]) == (5, 0)
+    assert (work["experts:stream"], work["experts:cache"]) == (3 * LAYERS, 2 * LAYERS)
+    assert len(begun) == 3 * LAYERS, "a layer hears of every forward in which it streams, and of no other"
+    on_host = cold_stage(tiny, *placed, ON_HOST, record=run_again, table_width=64)
+    logits_of(on_host, edges)
+    assert on_host.work()["step:recorded"] == 0
 
 
 # Through the engine

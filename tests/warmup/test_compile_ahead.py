@@ -68,6 +68,7 @@ def test_layers_with_cold_experts_name_theirs_once_for_rings_of_one_kind(found: 
     assert {"_route_row_kernel", "_up_pairs_kernel"} <= set(found["cold"])
     assert {"_admit_kernel", "_fetch_kernel", "_exchange_kernel"} <= set(found["cold"])
     assert {"_ask_kernel", "_collect_kernel"} <= set(found["cold"])
+    assert {"_fetch_aside_kernel", "_list_missing_kernel"} <= set(found["cold"])
     assert found["cold twins"] == []
 
 

@@ -5,7 +5,8 @@ Three ways to run the cold ones:
     CACHE   few pairs: missing experts are brought into the expert cache (LRU), then the pairs run as if every expert
             were hot. A share of the missing, as measured, is meanwhile computed by CPU threads that the device asks
             through a mailbox. Python is not asked, so the step can be recorded and replayed.
-    STREAM  many pairs: the cold experts pass through a small staging area, group by group, while the resident run.
+    STREAM  many pairs: the cold experts pass through a small staging area, group by group, while the resident run; for
+            very many, also while earlier layers run. Python is not asked here either.
     HOST    the cold experts are computed on the CPU while the resident run; the most used one then enters the cache.
 
 A forward's way depends on its number of rows alone. Without CPU threads, or with more rows than the cache takes, a
@@ -70,6 +71,10 @@ class Weights(Protocol):
         """The weights in a hot slot become those of the expert that comes."""
         ...
 
+    def begin(self) -> None:
+        """A forward begins that streams; tables do not change before its end."""
+        ...
+
     def stream(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Σ of the routed experts, float32 [rows, hidden]; cold ones by the staging area."""
         ...
@@ -96,9 +101,15 @@ class ExpertSet:
     def all_resident(self) -> bool:
         return False
 
+    @property
+    def cache_sizes(self) -> tuple[int, int, bool]:
+        """By which the kernels of layers differ that are otherwise alike: slots of the expert cache, those of them that
+        follow the routing, and whether CPU threads take a share."""
+        return self.residency.cache_slots, self.residency.kept, self.weights.cpu_experts is not None
+
     def can_record(self, rows: int) -> bool:
         """A step with this many rows never asks the host."""
-        return self.weights.recordable and self.way(rows) is Way.CACHE
+        return self.weights.recordable and self.way(rows) is not Way.HOST
 
     def way(self, rows: int) -> Way:
         pairs, experts = rows * self.used, self.residency.experts
@@ -119,6 +130,11 @@ class ExpertSet:
     def _at_once(self) -> int:
         """Rows whose experts certainly find room in the cache together."""
         return self.residency.kept // self.used
+
+    def begin(self, rows: int) -> None:
+        """A forward of so many rows begins, in which this layer has its turn."""
+        if self.way(rows) is Way.STREAM:
+            self.weights.begin()
 
     def forward(self, h: Tensor) -> Tensor:
         way = self.way(h.shape[0])

@@ -60,6 +60,10 @@ class LoopedWeights(ABC):
     def run_row(self, h: Tensor, router: Tensor, used: int, tally: Tensor, shared: SharedExpert) -> None:
         return None
 
+    def begin(self) -> None:
+        """Cold experts are read where they lie, when they are used."""
+        return None
+
     def take_in(self, load: Tensor) -> None:
         for i, expert in enumerate(load.tolist()):
             if expert >= 0:

@@ -134,7 +134,7 @@ def one_expert(stack: ExpertStack, expert: int) -> Packed:
 def make_pieces(there: Stacks, here: Stacks, first: int, device: torch.device) -> Tensor:
     """What the programs of `triton.fetch` copy: all planes of an expert, cut up; slots are counted from `first`.
 
-    int64 [n, 5], as `triton._fetch_kernel` says."""
+    int64 [n, 5], as `triton._copy_piece` says."""
     from rekindle.experts.triton import PIECE
 
     rows = []

@@ -74,7 +74,8 @@ def pdl_arguments(device: torch.device) -> dict[str, bool]:
     """Launch arguments for programmatic dependent launch (PDL), which NVIDIA's cards have from Hopper on: the programs
     of a kernel become resident while the launch before it still runs. A kernel with PDL triggers its dependent launch
     (gdc_launch_dependents: `gemv` and `stream_k` when a program has its sums, others at once), and waits (gdc_wait)
-    before it touches anything that an earlier launch writes or reads. Weights it may read before the wait.
+    before it touches anything that an earlier launch writes or reads. Weights it may read before the wait; not those of
+    cold experts in a staging area, which a launch beside it has copied there (`moe.groups` waits first).
 
     Exceptions: gated_delta_step and gated_delta_rows read the state of their slot before they wait, replay_rows reads
     that state and the rewind log, attention reads positions and tables. An earlier step wrote those, or the copy of

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 
+from rekindle.experts import ExpertSet
 from rekindle.kernels.matmul import Matrix
 from rekindle.kernels.moe import ExpertStack
 from rekindle.kernels.norm import add_rms_norm, rms_norm
@@ -59,9 +60,16 @@ def launches_of(part: object) -> object:
     if isinstance(part, torch.Tensor):
         return part.shape, part.dtype
     if isinstance(part, Matrix | ExpertStack):
-        stored = part.packed or part.lanes
-        return part.shape, part.values.dtype if stored is None else stored.type
+        return part.shape, _type_of(part)
+    if isinstance(part, ExpertSet):  # however many of its experts are hot
+        stacks = tuple((stack.shape[1:], _type_of(stack)) for stack in part.weights.stacks)
+        return launches_of(part.router), part.used, stacks, launches_of(part.shared), part.cache_sizes
     if is_dataclass(part):
         names = [field.name for field in fields(part) if field.name != "index"]
         return type(part), tuple(launches_of(getattr(part, name)) for name in names)
     return part if isinstance(part, int | float | str | None) else id(part)
+
+
+def _type_of(part: Matrix | ExpertStack) -> object:
+    stored = part.packed or part.lanes
+    return part.values.dtype if stored is None else stored.type

@@ -112,9 +112,13 @@ class ModelSpan:
         """Through all layers, unless some are named -> the residual stream, and as it was after each tapped layer."""
         if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.poll_experts(x.shape[0])
+        layers = self.layers if layers is None else layers
+        for layer in layers:
+            if isinstance(layer.ffn, ExpertSet):
+                layer.ffn.begin(x.shape[0])
         y: torch.Tensor | None = None
         features = list[torch.Tensor]()
-        for layer in self.layers if layers is None else layers:
+        for layer in layers:
             x, y = layer.forward(x, y, rows, states[layer.index])
             if layer.index in taps:
                 features.append(add(x, y))

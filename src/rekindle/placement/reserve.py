@@ -17,10 +17,11 @@ from rekindle.buffers import (
     SINK_PAGES,
     SLAB_BYTES,
     SLAB_MAKERS,
-    STAGED_EXPERTS,
     STAGED_PAGES,
+    STAGED_PARTS,
     TAIL_PAGES,
     UPLOAD_SLABS,
+    staged_experts,
 )
 from rekindle.errors import BadConfig
 from rekindle.placement.mixers import MixerSums, SpanMixers
@@ -116,8 +117,8 @@ def chooses_by_keys(wishes: Wishes) -> bool:
 
 def staging_bytes(layers: dict[int, LayerSizes]) -> int:
     """Where cold experts pass through the device, for every kind of layer; not needed while all of them are hot."""
-    kinds = {(layer.expert, min(STAGED_EXPERTS, layer.experts)) for layer in layers.values()}
-    return 2 * sum(size * slots for size, slots in kinds)
+    kinds = {(layer.expert, staged_experts(layer.experts)) for layer in layers.values()}
+    return STAGED_PARTS * sum(size * slots for size, slots in kinds)
 
 
 def fixed_items(
@@ -206,8 +207,8 @@ def _drawing_bytes(spec: ModelSpec, sequences: int) -> int:
 def _row_bytes(spec: ModelSpec, compute_bytes: int) -> int:
     """One row at the widest point of a layer: residual, its sum and its norm, then the mixer or the feed-forward. Of
     the whole model, so that the split does not change it."""
-    widest = max(spec.ffn.row_values(spec.hidden), *(mixer.row_values for mixer in spec.distinct_mixers))
-    return (3 * spec.hidden + widest) * compute_bytes
+    mixers = max(mixer.row_values for mixer in spec.distinct_mixers) * compute_bytes
+    return 3 * spec.hidden * compute_bytes + max(spec.ffn.row_bytes(spec.hidden, compute_bytes), mixers)
 
 
 def expanded_values(sizes: Sizes) -> int:

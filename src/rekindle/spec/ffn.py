@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rekindle.spec.base import Shapes
+from rekindle.spec.base import F32, Shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,9 @@ class FfnSpec:
             "ffn_down_shexp.weight": (hidden, self.shared_width),
         }
 
-    def row_values(self, hidden: int) -> int:
-        """Values of one row of activations at the widest point."""
+    def row_bytes(self, hidden: int, value_bytes: int) -> int:
+        """One row of activations at the widest point. What a router says, and what each expert gives, is float32."""
         if not self.is_moe:
-            return 3 * self.width
-        return self.experts + self.used * (3 * self.expert_width + hidden) + 3 * self.shared_width
+            return 3 * self.width * value_bytes
+        inner = 3 * (self.used * self.expert_width + self.shared_width)
+        return (self.experts + self.used * hidden) * F32 + inner * value_bytes

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from rekindle.experts.packed import run_slots
+from rekindle.buffers import staged_experts
+from rekindle.experts.packed import SlotPairs
 from rekindle.experts.planes import make_parts, make_pieces
 from rekindle.experts.residency import Residency
 from rekindle.experts.routed import RoutedFfn
@@ -49,9 +50,12 @@ def launch_cold_experts(ffn: RoutedFfn, kept: int, lendable: int, dtype: torch.d
         rows *= 2
     pieces = make_pieces(stacks, stacks, 0, device)
     kernels.fetch(pieces, residency.owner, places)
+    kernels.fetch_aside(pieces, places[: staged_experts(experts)], places)
+    for needed in (None, places):
+        kernels.list_missing(residency, needed, places, places)
     kernels.exchange(pieces, 0, 0)
     for pairs in PAIRS_TILES:
         rows = pairs * experts // (2 * ffn.used)
         h, slots = h[:1].expand(rows, hidden), torch.zeros(rows, ffn.used, dtype=torch.int32, device=device)
-        weights, shares = torch.empty(slots.shape, device=device), torch.empty(slots.numel(), hidden, device=device)
-        run_slots(h, slots, weights, stacks, shares, experts)
+        weights = torch.empty(slots.shape, device=device)
+        SlotPairs(h, slots, weights, experts, experts, ffn.gate.rows).run(stacks, 0)

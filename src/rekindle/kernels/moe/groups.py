@@ -70,7 +70,7 @@ def _tile_weights(
         return load_weights(codes, high_bits, scales, super_scales, blk, mask, nought, TYPE, DTYPE, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _grouped_kernel(
     x, order, starts, weights, out, first, width, nought,
     codes, high_bits, scales, super_scales, up_codes, up_high_bits, up_scales, up_super_scales,
@@ -135,9 +135,10 @@ def _grouped_kernel(
 
 def run_grouped(
     x: Tensor, order: Tensor, starts: Tensor, weights: Tensor, out: Tensor, stacks: list[ExpertStack],
-    used: int, tile: GroupConfig, expanding: bool,
+    used: int, tile: GroupConfig, expanding: bool, start: int = 0,
 ) -> None:  # fmt: skip
-    """One launch over all experts, or one per handful of experts that fits the scratch once expanded."""
+    """One launch over all experts, or one per handful of experts that fits the scratch once expanded. The pairs of the
+    stacks' first expert begin at starts[start]."""
     stack = stacks[0]
     size = stack.rows * stack.columns
     step = max(1, SCRATCH // (len(stacks) * size)) if expanding else stack.experts
@@ -150,7 +151,7 @@ def run_grouped(
             parts = [expand(slab, out=view) for slab, view in zip(slabs, values, strict=True)]
         types = ["dense" if isinstance(part, Tensor) else part.type for part in parts]
         _grouped_kernel[(triton.cdiv(stack.rows, tile.out), count)](
-            x, order, starts, weights, out, first, stack.rows, 0, *planes_of(parts[0]), *planes_of(parts[-1]),
+            x, order, starts, weights, out, start + first, stack.rows, 0, *planes_of(parts[0]), *planes_of(parts[-1]),
             COLUMNS=stack.columns, TYPE=types[0], UP_TYPE=types[-1], PAIRED=len(stacks) == 2, USED=used,
             BN=tile.out, BM=tile.pairs, BB=tile.blocks, MASKED=stack.columns % (32 * tile.blocks) != 0,
             EXACT=x.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages, **pdl_arguments(x.device),
