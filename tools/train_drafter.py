@@ -44,7 +44,7 @@ from rekindle.batch import Batch, Segment, Wanted
 from rekindle.errors import BadConfig, RekindleError
 from rekindle.placement import pages_for
 from rekindle.prompt import Prompt, common_length
-from rekindle.speculative.files import LAYER_OURS, OURS
+from rekindle.speculative.files import LAYER_OURS, OURS, open_drafter
 from rekindle.speculative.spec import DrafterSpec, DraftLayer, default_taps
 from rekindle.speculative.width import MOST
 
@@ -288,8 +288,7 @@ def make_spec(target: Target, options: argparse.Namespace) -> DrafterSpec:
     return made
 
 
-def make_drafter(target: Target, spec: DrafterSpec, dice: torch.Generator) -> Drafter:
-    device, file = torch.device(target.device), target.model.file
+def first_weights(spec: DrafterSpec, dice: torch.Generator) -> Weights:
     weights = {
         name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=dice) * shape[1] ** -0.5
         for name, shape in spec.tensors().items()
@@ -297,6 +296,18 @@ def make_drafter(target: Target, spec: DrafterSpec, dice: torch.Generator) -> Dr
     for layer in range(len(spec.layers)):  # at first every layer changes little
         for name in ("attn_output", "ffn_down"):
             weights[f"blk.{layer}.{name}.weight"] *= 0.1
+    return weights
+
+
+def earlier_weights(folder: Path, spec: DrafterSpec) -> Weights:
+    file = open_drafter(folder)
+    if file.spec != spec:
+        raise BadConfig(f"{folder} holds a drafter {file.spec}, and one like {spec} is to be trained")
+    return {name: torch.from_numpy(file.values(name).copy()) for name in spec.tensors()}
+
+
+def make_drafter(target: Target, spec: DrafterSpec, weights: Weights) -> Drafter:
+    device, file = torch.device(target.device), target.model.file
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     embedding = torch.from_numpy(file.values("token_embd.weight")).to(device, dtype)
     head = embedding if file.spec.tied else torch.from_numpy(file.values("output.weight")).to(device, dtype)
@@ -395,7 +406,8 @@ def main() -> None:
     if options.text:
         texts += given_texts(target, options.text)
     corpus = make_corpus(target, texts, spec.taps, options.store)
-    drafter = make_drafter(target, spec, dice)
+    first = earlier_weights(options.start, spec) if options.start else first_weights(spec, dice)
+    drafter = make_drafter(target, spec, first)
     curve = train(drafter, corpus, options, dice, target.model.spec.layers)
     save(drafter, options.out, target.model.spec.layers)
     rows = evaluate(target, options.out, held_out, options.longest) if held_out else {}
@@ -410,6 +422,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--held-out", type=Path, help="JSON lines, for the table at the end; without it none is made")
     add("--out", type=Path, required=True, help="the folder to write")
+    add("--start", type=Path, help="a folder that an earlier training wrote, to go on from there")
     add("--text", type=Path, help="JSON lines with answers, to learn from as they stand, beside what the target writes")
     add("--store", type=Path, help="a file for features; without it they stay in the device's memory")
     add("--write", type=float, default=300, help="seconds in which prompts are answered; 0: --text is all there is")

@@ -198,3 +198,14 @@ def test_a_drafter_is_measured_by_itself(trained: Path, golden: Path, tmp_path: 
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])
     assert rows["plain"]["blocks"] == 0 and rows["cold"]["accepted length"] > 3 and rows["served"]["tokens"]
+
+
+def test_a_training_goes_on_from_an_earlier_one(golden: Path, trained: Path, tmp_path: Path) -> None:
+    model, prompts = golden / "tiny-qwen35moe-Q8_0.gguf", prompts_file(tmp_path)
+    mine = "--steps", "1", "--mask", str(MASK), "--start", str(trained), "--rate", "0"
+    done = run_tool(model, prompts, tmp_path / "more", *mine)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, after = open_drafter(trained), open_drafter(tmp_path / "more")
+    assert all(np.array_equal(before.values(name), after.values(name)) for name in before.tensors)
+    other = run_tool(model, prompts, tmp_path / "other", *mine, "--layers", "3")
+    assert other.returncode == 1 and "is to be trained" in other.stderr
