@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -320,3 +321,19 @@ def test_a_capture_holds_what_the_slot_held_when_it_began(lab: Lab) -> None:
     stage.close(0)
     later = export_parts(finish(), {}).tensors
     assert later.keys() == whole.keys() and all(torch.equal(later[name], whole[name]) for name in whole)
+
+
+def test_a_client_that_asks_again_at_once_does_not_wait_for_the_capture_of_its_last_answer(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = list[str]()
+    monkeypatch.setattr("rekindle.engine.engine.LINGER", 3600.0)
+    engine = engine_over(TellingStage(lab.stage(), happened))
+    ask = partial(Answer, engine, max_tokens=2, at_token=lambda _: happened.append("token"))
+    assert ask(Prompt(random_tokens(50, 5))).finished.cache.published == 51
+    before, happened[:] = happened[:], []
+    assert before.count("begun") == 2 and before.count("finished") == 1, "the prompt's end, and the answer's"
+    assert ask(Prompt(random_tokens(50, 6))).finished.cache.published == 51
+    assert happened.index("token") < happened.index("finished")
+    engine.stop()
+    assert len(engine.prefixes.entries()) == 4

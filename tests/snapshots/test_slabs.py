@@ -359,3 +359,14 @@ def test_the_stock_is_filled_in_quiet_times_and_at_once_when_little_is_left() ->
     slabs.stop()
     assert slabs.late == 0 and pins.asked == 8 + 7
     del pieces
+
+
+def test_in_quiet_times_a_part_of_what_the_ram_tier_leaves_is_made_ahead() -> None:
+    left, slabs = 8 * SIZE, Slabs(2, SIZE, Pins(), quiet=0)
+    slabs.spare = lambda: left
+    slabs.review()
+    wait_for_stock(slabs, 4)
+    left = 0
+    slabs.review()
+    wait_until(lambda: slabs.idle_bytes == 2 * SIZE)
+    slabs.stop()

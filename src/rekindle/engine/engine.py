@@ -59,6 +59,8 @@ from rekindle.stages import Pipeline
 from rekindle.stages.graphs import GraphRecorder
 from rekindle.stages.layout import round_up
 
+LINGER = 0.003  # seconds in which a client that was just answered often asks again: captures wait for it
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
@@ -242,6 +244,8 @@ class Engine:
             self._launcher.launch(step)
         self._collector.let_go()
         self._collector.collect()
+        if self._roster.running:  # the device has its next step; without one, a request may come any moment
+            self._publisher.finish()
         self._publisher.publish_ready()
 
     def _wind_up(self) -> None:
@@ -254,6 +258,8 @@ class Engine:
     def _is_idle(self) -> bool:
         """Whether nothing can be done until a command arrives. Idle time is used for captures, then for an audit."""
         if self._roster.running or self._flights or self._roster.may_admit:
+            return False
+        if self._publisher.unfinished and self._inbox.comes_within(LINGER):
             return False
         self._publisher.drain()
         return bool(self._roster.line) or not self._audits.start()

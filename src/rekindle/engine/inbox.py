@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import Counter
@@ -13,13 +14,14 @@ Command = Callable[[], object]  # runs on the engine's thread
 
 
 class Inbox:
-    """Every method may be called from any thread, but `receive` only from the engine's."""
+    """Every method may be called from any thread, but `receive` and `comes_within` only from the engine's."""
 
     def __init__(self, limit: int) -> None:
         """limit: requests of one name space that may wait for a slot. Each has its own, so that nobody is refused for
         what others ask."""
         self._limit = limit
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None: stop
+        self._first = list[Command | None]()  # one that was waited for, and is to be run before the others
         self._lock = threading.Lock()  # guards what follows
         self._waiting: Counter[str] = Counter()  # requests taken and not yet admitted to a slot, by name space
         self.draining = self.stopping = False
@@ -49,13 +51,20 @@ class Inbox:
         """Run the commands that have arrived; with nothing else to do, wait for one. False when it is time to stop."""
         while True:
             try:
-                command = self._commands.get(block=idle)
+                command = self._first.pop() if self._first else self._commands.get(block=idle)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command()
             idle = False
+
+    def comes_within(self, seconds: float) -> bool:
+        """Whether there is a command, or one arrives in that time; `receive` runs it. On the engine's thread."""
+        if not self._first:
+            with contextlib.suppress(queue.Empty):
+                self._first.append(self._commands.get(timeout=seconds))
+        return bool(self._first)
 
     def count_in(self, namespace: str) -> None:
         """One more waits, that the engine itself has made."""

@@ -42,8 +42,8 @@ class _Capture:
     failure: Exception | None = None  # why it cannot be published
 
     def serves(self, prompt: np.ndarray, namespace: str) -> bool:
-        """Whether only its copies are missing, and the prompt could go on from it."""
-        whole = self.logits is not None and self.parts.done() and self.sequence.namespace == namespace
+        """Whether the forward that reached it is back, and the prompt could go on from it."""
+        whole = self.logits is not None and self.sequence.namespace == namespace
         return whole and np.array_equal(self.tokens, prompt[: self.position])
 
     def wait(self) -> None:
@@ -127,31 +127,39 @@ class Publisher:
             if capture.sequence is sequence and capture.position == position:
                 capture.logits = logits if isinstance(logits, Future) else self.bring(logits)
 
-    def publish_ready(self) -> None:
-        """What of captures could wait until tokens were out is done now."""
+    @property
+    def unfinished(self) -> bool:
+        return self._pipeline.has_begun_captures
+
+    def finish(self) -> None:
+        """What of captures could wait until tokens were out, or until a request that came meanwhile is under way."""
         self._pipeline.finish_captures()
+
+    def publish_ready(self) -> None:
         self._captures = [capture for capture in self._captures if not self._publish(capture)]
 
     def publish_captured(self, tokens: Sequential[int] | np.ndarray, namespace: str, beyond: int = 0) -> None:
         """Wait for captures beyond that position which this prompt could be restored from and that are still copied,
         which takes milliseconds, and publish them with the rest."""
-        self._pipeline.finish_captures()
         prompt = np.asarray(tokens, dtype=np.int32)
         longer = [capture for capture in self._captures if capture.position > beyond]
-        self._publish_after([capture for capture in longer if capture.serves(prompt, namespace)])
+        serving = [capture for capture in longer if capture.serves(prompt, namespace)]
+        if serving:
+            self.finish()
+        self._publish_after([capture for capture in serving if capture.parts.done()])
 
     def abandon(self) -> None:
         """A stage was lost: publish captures that are complete, drop those whose forward never came back."""
-        self._pipeline.finish_captures()
+        self.finish()
         self._publish_after([capture for capture in self._captures if capture.parts.done()])
         self._captures.clear()
 
     def drain(self) -> None:
         """Wait for every capture that was asked for; called when idle and at the end."""
+        self.finish()
         self._publish_after(self._captures)
 
     def _publish_after(self, awaited: Iterable[_Capture]) -> None:
-        self._pipeline.finish_captures()
         for capture in awaited:
             capture.wait()
         self.publish_ready()

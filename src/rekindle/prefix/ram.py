@@ -26,6 +26,7 @@ class RamTier:
         self._slabs = tuple(dict.fromkeys(slabs))
         for each in self._slabs:
             each.spare = self._spare
+            each.review()
 
     @property
     def budget(self) -> int:

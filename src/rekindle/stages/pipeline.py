@@ -199,6 +199,11 @@ class Pipeline:
         _when_all_done(futures, gather)
         return result
 
+    @property
+    def has_begun_captures(self) -> bool:
+        """Whether some wait for `finish_captures`."""
+        return bool(self._begun)
+
     def finish_captures(self) -> None:
         """Those that were to be finished later, on the thread that began them."""
         while self._begun:
