@@ -101,6 +101,7 @@ def write_texts(target: Target, prompts: Iterator[Prompt], seconds: float, longe
         while len(free) >= together and time.monotonic() < until and (group := list(islice(numbered, together))):
             new = [free.pop() for _ in group]
             for slot, (number, prompt) in zip(new, group, strict=True):
+                stage.open(slot)
                 live[slot] = Writing(number, list(prompt.tokens), len(prompt.tokens))
             step(new)
         if running:
@@ -159,6 +160,8 @@ def make_corpus(target: Target, texts: Sequence[Text], taps: tuple[int, ...], st
     together = min(TOGETHER, target.sequences)
     for start in range(0, len(texts), together):
         group = texts[start : start + together]
+        for slot in range(len(group)):
+            stage.open(slot)
         segments = (Segment(slot, 0, text.tokens, features=len(text.tokens)) for slot, text in enumerate(group))
         found = torch.cat(stage.forward(Batch(tuple(segments), taps=taps), None).features, dim=-1)
         features[row : row + len(found)] = found.to(features)

@@ -13,6 +13,7 @@ from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.synth import write_synthetic
 from rekindle.build import build_engine
 from rekindle.build.planning import plan_numbers
+from rekindle.build.shards import arguments
 from rekindle.build.stage import StageConfig, load_stage, stage_configs
 from rekindle.config import Config
 from rekindle.errors import BadConfig
@@ -20,6 +21,7 @@ from rekindle.placement import Device, Machine, Plan, Wishes, known_shapes, make
 from rekindle.stages import LocalStage
 from rekindle.weights import WeightFile, open_weights
 
+PAGES_OF_A_SLOT = 1  # of the model below
 TOKENS = np.random.default_rng(2).integers(0, 500, 1024).tolist()
 
 
@@ -65,6 +67,45 @@ def test_the_shared_memory_takes_all_slots_of_the_layers_that_lend(file: WeightF
     for ffn in stage.model.routed:
         for plane in ffn.weights.slot_planes():  # type: ignore[union-attr]
             assert first <= plane.data_ptr() < end
+
+
+@pytest.mark.parametrize("lendable", [0, 3], ids=["slots alone", "and experts"])
+def test_a_stage_that_lends_idle_slots_answers_as_one_with_a_fixed_pool(file: WeightFile, lendable: int) -> None:
+    """All of what the plan counts as pages, state and lent experts lies in one run."""
+    lent = (lendable,) * file.spec.layers if lendable else ()
+    lends = load_stage(file, config_of(file, slots=8, slot_pages=PAGES_OF_A_SLOT, lendable=lent))
+    fixed = load_stage(file, config_of(file))
+    assert (lends.pool.places - fixed.pool.places, lends.pages().total) == (8 * PAGES_OF_A_SLOT, fixed.pages().total)
+    lends.open(0)
+    assert torch.equal(logits(lends), logits(fixed))
+    assert lends.pool.away < fixed.pool.away
+    run = lends.pool.kv[0]
+    for layer in lends._state.layers.values():
+        for tensor in layer.cleared(0):
+            assert run.data_ptr() <= tensor.data_ptr() < run.data_ptr() + run.nbytes
+    lends.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"slot_pages": 1000}, "not for 1000"), ({"slot_pages": 1, "kv_mode": "sparse"}, "exact mode")],
+)
+def test_a_shard_that_is_told_more_than_its_slots_hold_says_so(
+    file: WeightFile, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(BadConfig, match=said):
+        load_stage(file, config_of(file, **changes))
+
+
+def test_the_plan_says_what_idle_slots_hold_and_the_stage_is_told() -> None:
+    plan = default_plan(1 << 37)
+    (config,) = stage_configs(plan, "bfloat16")
+    assert config.slot_pages == plan.stages[0].slot_pages == 50
+    assert "a slot without a sequence lends" in show_plan(plan).replace("\n    ", " ")
+    given = arguments([config], "ipc:///x", 1)
+    assert given[given.index("--slot-pages") + 1] == "50"
+    for given in ({"live_memory": False}, {"pool": 65_536}, {"kv_mode": "sparse"}):
+        assert not default_plan(1 << 37, **given).stages[0].slot_pages
 
 
 def test_layers_whose_cache_is_too_small_for_a_row_keep_slots_for_one(file: WeightFile) -> None:

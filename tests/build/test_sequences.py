@@ -26,16 +26,35 @@ def plan_of(model: str, budget: float, kind: str = "cuda", **settings: Any) -> P
     ("model", "budget", "sequences"), [("27B", 80, 16), ("27B", 24.5, 8), ("27B", 22.1, 4), ("35B-A3B", 22.1, 4)]
 )
 def test_as_many_as_leave_a_long_conversation_on_the_device(model: str, budget: float, sequences: int) -> None:
-    plan = plan_of(model, budget)
+    plan = plan_of(model, budget, live_memory=False)
     assert plan.wishes.sequences == sequences
     said = [reason for reason in plan.reasons if "requests run at once" in reason]
     assert len(said) == (sequences < 16) and all("--sequences" in reason for reason in said)
-    most = plan_of(model, budget, sequences=16)
+    most = plan_of(model, budget, sequences=16, live_memory=False)
     if sequences < 16:
         assert (plan.pool_pages, -plan.cold) > (most.pool_pages, -most.cold)
         assert (
             f"{most.pool_pages * 64:,} tokens" in said[0] or f"{most.cold - plan.cold:,} more experts cold" in said[0]
         )
+
+
+@pytest.mark.parametrize("budget", [22.1, 24.5])
+def test_slots_that_lend_their_memory_cost_one_sequence_next_to_nothing(budget: float) -> None:
+    """So sixteen run at once where fewer did, and one alone has the room that it would have in a single slot."""
+    plan, single = plan_of("27B", budget), plan_of("27B", budget, sequences=1)
+    assert plan.wishes.sequences == 16
+    assert 0.97 * single.pool_pages < plan.pages_beside(1) < single.pool_pages
+    fewer = plan_of("27B", budget, sequences=4)
+    assert plan.pages_beside(4) > 0.97 * fewer.pages_beside(4) == 0.97 * fewer.pool_pages
+    fixed = plan_of("27B", budget, sequences=16, live_memory=False)
+    assert plan.pages_beside(16) == plan.pool_pages == fixed.pool_pages
+    alone, together = plan.expected[2]
+    assert alone.context == 32_768 == alone.kv_tokens_on_device and not alone.link_bytes
+    assert together is not None and together.kv_tokens_on_device == plan.pool_pages * 64
+
+
+def test_experts_that_fewer_sequences_keep_hot_are_worth_more_than_slots() -> None:
+    assert plan_of("35B-A3B", 22.1).wishes.sequences == 4
 
 
 def test_a_number_that_is_asked_for_is_taken() -> None:

@@ -24,7 +24,7 @@ from rekindle.engine.types import Failed, Finished, Request, Sampling, Token
 from rekindle.errors import SnapshotMismatch
 from rekindle.kernels.matmul import Matrix, multiply
 from rekindle.kernels.ragged import Ragged
-from rekindle.layers import MixerBlock, PagedKv, SlotState, load_span, register_mixer
+from rekindle.layers import MixerBlock, PagedKv, SlotMemory, SlotState, load_span, register_mixer
 from rekindle.layers.base import Tensors
 from rekindle.models.base import Family
 from rekindle.models.keys import KeysSeen, MetadataKeys
@@ -66,9 +66,9 @@ class SumSpec(MixerSpec):
 class SumState(SlotState):
     logs_rows: ClassVar[bool] = True
 
-    def __init__(self, spec: SumSpec, slots: int, device: torch.device) -> None:
-        self.sums = torch.zeros(slots + 1, spec.width, device=device)
-        self.rows = torch.zeros(slots + 1, 0, spec.width, device=device)
+    def __init__(self, spec: SumSpec, slots: SlotMemory) -> None:
+        self.sums = slots.zeros(spec.width)
+        self.rows = torch.zeros(slots.slots + 1, 0, spec.width, device=slots.device)
         super().__init__({"sum": self.sums})
 
     def make_room(self, rows: int, dtype: torch.dtype) -> None:
@@ -92,8 +92,8 @@ class SumBlock(MixerBlock[SumSpec, SumState]):
         return cls(tensors.matrix("sum_out.weight"))
 
     @classmethod
-    def new_state(cls, spec: SumSpec, layer: int, slots: int, paged: PagedKv) -> SumState:
-        return SumState(spec, slots, paged.pool.device)
+    def new_state(cls, spec: SumSpec, layer: int, slots: SlotMemory, paged: PagedKv) -> SumState:
+        return SumState(spec, slots)
 
     def forward(self, h: Tensor, rows: Ragged, state: SumState) -> Tensor:
         sums = torch.empty_like(h)

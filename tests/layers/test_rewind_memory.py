@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.paper_machine import GIB, one_gpu
 
+from rekindle.layers import SlotMemory
 from rekindle.layers.delta import DeltaState
 from rekindle.placement import Wishes, known_shapes, make_plan
 from rekindle.spec import DeltaSpec
@@ -24,7 +25,7 @@ def test_blocks_of_16_rows_take_less_than_a_megabyte_a_layer_as_the_plan_counts_
     """Rows and windows, everything included; the recurrent state of a layer is 3.1 MB on the 27B, and is not copied."""
     spec, sizes = known_shapes(name, "Q4_K_M")
     slots, delta = 2, next(mixer for mixer in spec.mixers if isinstance(mixer, DeltaSpec))
-    state = DeltaState(delta, slots, torch.device("cpu"))
+    state = DeltaState(delta, SlotMemory(slots, torch.device("cpu")))
     state.make_room(16, torch.bfloat16)
     assert kept(state) == (slots + 1) * delta.rewind_bytes(16, value_bytes=2)
     assert kept(state) / (slots + 1) < most < delta.state_values * 4
@@ -35,7 +36,7 @@ def test_blocks_of_16_rows_take_less_than_a_megabyte_a_layer_as_the_plan_counts_
 
 def test_a_layer_that_has_room_for_longer_blocks_keeps_as_much_as_the_plan_counts_for_them() -> None:
     delta = DeltaSpec(2, 6, 16, 24, 4)
-    state = DeltaState(delta, 3, torch.device("cpu"))
+    state = DeltaState(delta, SlotMemory(3, torch.device("cpu")))
     for rows in (4, 16, 32):
         state.make_room(rows, torch.float32)
         assert kept(state) == 4 * delta.rewind_bytes(rows)

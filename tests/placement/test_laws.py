@@ -6,7 +6,8 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+import torch
+from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 from support.paper_machine import (
     ATTENTION,
@@ -25,11 +26,16 @@ from support.paper_machine import (
 )
 
 from rekindle.errors import BadConfig, DoesNotFit
+from rekindle.kernels.device_memory import DeviceMemory, PagePlaces
+from rekindle.layers.base import page_shapes
+from rekindle.layers.slot_memory import state_slots
 from rekindle.placement import Device, LayerSizes, Machine, Plan, Sizes, Wishes, make_plan, show_plan
+from rekindle.placement.lending import slot_pages
+from rekindle.placement.mixers import MixerSums
 from rekindle.placement.place import Placer
 from rekindle.placement.reserve import KEYED_PAGES, LOOKUP_BYTES, chooses_by_keys, margin, smallest_budget
 from rekindle.placement.types import pages_for
-from rekindle.spec import PAGE, FfnSpec, ModelSpec
+from rekindle.spec import PAGE, DeltaSpec, FfnSpec, ModelSpec
 
 laws = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -110,6 +116,47 @@ def test_no_device_and_no_ram_is_ever_over_budget(placement: tuple[Machine, Mode
         assert stage.total <= stage.device.budget
         assert all(item.bytes > 0 for item in stage.items)
     assert plan.host_total <= plan.machine.ram
+
+
+WIDE = DeltaSpec(key_heads=4, value_heads=16, key_dim=64, value_dim=64, conv_width=4)  # 289 KB of a slot and layer
+
+
+@laws
+@given(models(), st.integers(400 * MIB, 2000 * MIB), st.data())
+def test_what_slots_lend_is_counted_once(model: tuple[ModelSpec, Sizes], budget: int, data: st.DataObject) -> None:
+    """As state: budgets, pools and experts are those of a plan whose slots lend nothing."""
+    (spec, sizes), machine = model, one_gpu(budget)
+    spec = replace(spec, mixers=tuple(WIDE if mixer == DELTA else mixer for mixer in spec.mixers))
+    wishes = data.draw(wishes_for(spec, context=1 << 20))
+    plan, lends = (plan_or_skip(machine, spec, sizes, replace(wishes, lends_slots=on)) for on in (False, True))
+    assert [replace(stage, slot_pages=0) for stage in lends.stages] == list(plan.stages)
+    assert (lends.host_items, lends.live_pages) == (plan.host_items, plan.live_pages)
+    for stage in lends.stages:
+        mixers = [spec.mixers[layer] for layer in stage.span.layers]
+        state = sum(sum(mixer.slot_bytes().values()) for mixer in mixers)
+        assert stage.slot_pages * stage.page_bytes <= state
+        assert not (stage.slot_pages and (stage.device.host or stage.slots == 1 or not stage.pool_may_fill))
+        assert stage.pages_beside(stage.slots) == stage.pool_pages
+        event(f"slots hold pages: {stage.slot_pages > 0}")
+
+
+@laws
+@given(
+    st.integers(1, 16), st.integers(1, 16), st.sampled_from([16, 24, 64, 128]), st.integers(1, 12),
+    st.sampled_from(["bf16", "f32", "q8"]), st.integers(2, 16), st.integers(1, 999),
+)  # fmt: skip
+def test_a_slot_holds_as_many_pages_as_the_plan_says_wherever_it_begins(
+    heads: int, times: int, dim: int, layers: int, kv_type: str, slots: int, pages: int
+) -> None:
+    delta = DeltaSpec(heads, heads * times, dim, dim, 4)
+    spec = small_spec(tuple(ATTENTION if layer % 4 == 3 else delta for layer in range(layers + 3)), FfnSpec(width=256))
+    wishes = Wishes(1 << 20, sequences=slots, kv_type=kv_type, lends_slots=True)
+    planned = slot_pages(wishes, gpu(1 << 40), MixerSums(spec).of(spec.whole), pages)
+    shapes = page_shapes(spec, spec.whole, kv_type)
+    places = PagePlaces(next(iter(shapes.values())).page_bytes, len(shapes), pages + 1)
+    memory = DeviceMemory(places, 0, torch.device("meta"), state_slots(spec, spec.whole, slots))
+    held = [len(memory.places_in_slot(slot)) for slot in range(slots)]
+    assert planned <= min(held) and max(held) <= planned + 1
 
 
 @laws

@@ -118,5 +118,5 @@ class Failover:
     def _load(self, index: int, device: Device) -> Stage:
         config = replace(self._configs[index], device=device.name)
         if device.is_cpu:
-            config = replace(config, hot=None, cache_slots=(), lendable=())
+            config = replace(config, hot=None, cache_slots=(), lendable=(), slot_pages=0)
         return load_stage(self._file, config, counts=self._counts)

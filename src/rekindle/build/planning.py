@@ -91,11 +91,13 @@ def plan_numbers(
         raise BadConfig(f"--live-memory changes the KV pool as contexts grow, and {fixed} its size; leave one out")
     if config.context is not None and config.context > spec.context:
         raise BadConfig(f"--context is {config.context:,}, the model was trained for {spec.context:,}")
+    lends = config.live_memory is not False and config.pool is None and config.kv_mode == "exact"
     wishes = Wishes(
         context=config.context or spec.context,
         kv_type=kv_type,
         pool=config.pool,
-        lends=config.live_memory is not False and config.pool is None and config.kv_mode == "exact",
+        lends=lends,
+        lends_slots=lends,
         kv_mode=config.kv_mode,
         kv_policy=config.kv_policy,
         split=parse_split(config.split, len(names), spec.layers),
@@ -170,8 +172,8 @@ def _is_roomy(plan: Plan) -> bool:
 
 
 def _pool(plan: Plan) -> int:
-    """Tokens of one sequence on the devices."""
-    return min(plan.pool_pages * PAGE, plan.wishes.context)
+    """Tokens of one sequence on the devices, while it runs alone."""
+    return min(plan.pages_beside(1) * PAGE, plan.wishes.context)
 
 
 def _is_worth_it(plan: Plan, fewer: Plan) -> bool:
@@ -183,7 +185,7 @@ def _why_fewer(most: Plan, chosen: Plan, count: int) -> str:
     """most: the plan with the most sequences that fit at all."""
     if most.wishes.sequences != count:
         return f"what {count} need does not fit"
-    pools, costs = [plan.pool_pages * PAGE for plan in (most, chosen)], list[str]()
+    pools, costs = [plan.pages_beside(1) * PAGE for plan in (most, chosen)], list[str]()
     if pools[0] != pools[1]:
         costs.append(f"leave a KV pool of {pools[0]:,} tokens instead of {pools[1]:,}")
     if most.cold > chosen.cold:

@@ -49,7 +49,7 @@ def arguments(configs: Sequence[StageConfig], endpoint: str, threads: int) -> li
     for config in configs:
         given += ["--device", config.device, "--span", f"{config.span.start}:{config.span.stop}"]
         given += ["--pages", str(config.pages), "--host-pages", str(config.host_pages)]
-        given += ["--slabs", str(config.slabs)]
+        given += ["--slabs", str(config.slabs), "--slot-pages", str(config.slot_pages)]
         experts = None
         if config.hot is not None:
             experts = {"hot": config.hot, "cache_slots": config.cache_slots, "lendable": config.lendable}

@@ -15,11 +15,13 @@ from rekindle.buffers import STOCK
 from rekindle.build.machine import device_of, torch_device
 from rekindle.build.sizes import loaded_sizes
 from rekindle.build.types import DTYPES, check_heads
+from rekindle.errors import BadConfig
 from rekindle.experts import RoutingCounts, SpanExperts, kept_slots
 from rekindle.kernels.device_memory import DeviceMemory, PagePlaces
 from rekindle.kernels.first_launches import watch_first_launches
 from rekindle.layers import load_span
 from rekindle.layers.base import page_shapes
+from rekindle.layers.slot_memory import state_slots
 from rekindle.placement import Plan, expanded_values, pages_for
 from rekindle.pool import KvMode, Policy
 from rekindle.shards import Terms
@@ -51,6 +53,7 @@ class StageConfig:
     hot: tuple[tuple[int, ...], ...] | None = None  # None: every expert is on the device
     cache_slots: tuple[int, ...] = ()
     lendable: tuple[int, ...] = ()  # of the hot experts of each layer, the last ones, whose slots KV may get; (): none
+    slot_pages: int = 0  # that lie in the memory of a slot while no sequence lives there; 0: it is not lent
     rewind_rows: int = 0  # of the longest block to verify
     slabs: int = STOCK  # of pinned RAM, kept for captures; on a GPU only
     chunk: int = 0  # most rows of a prefill chunk
@@ -87,6 +90,7 @@ def stage_configs(plan: Plan, dtype: str, taps: tuple[int, ...] = ()) -> list[St
             hot=stage.hot if stage.cold else None,
             cache_slots=stage.expert_cache_slots if stage.cold else (),
             lendable=stage.lendable,
+            slot_pages=stage.slot_pages,
             rewind_rows=plan.wishes.rewind_rows,
             slabs=stage.slabs,
             chunk=plan.wishes.chunk,
@@ -120,6 +124,8 @@ def load_stage(
             loading.enter_context(compiling_ahead(_compile_job(file, config), on_kernels))
         span = load_span(file, config.span, device, dtype, on_progress, experts)
         file.files.check()
+        if memory is None and config.slot_pages:  # after the weights, which take more while they are loaded
+            memory = _shared_memory(file, config, device, dtype)
         stage = LocalStage(
             span,
             config.slots,
@@ -144,17 +150,26 @@ def load_stage(
 
 
 def _shared_memory(file: WeightFile, config: StageConfig, device: torch.device, dtype: torch.dtype) -> DeviceMemory:
-    """For the pages of the pool and the expert slots of layers some of which may be lent. Slots that begin on the edge
-    of a page leave at most a page in front of each of three planes: the margin has these bytes."""
-    assert config.hot is not None, "slots are lent where experts are cold"
+    """For the pages of the pool, the state of slots that are lent, and the expert slots of layers some of which may be.
+    Expert slots that begin on the edge of a page leave at most a page in front of each of three planes, and tensors of
+    state begin on an EDGE: the margin has these bytes."""
     shapes = page_shapes(file.spec, config.span, config.kv_type)
+    if not shapes or config.kv_mode != "exact":
+        raise BadConfig(f"layers {config.span} lend memory to KV pages of exact mode, and have none")
     (shape,) = set(shapes.values())
     pages = PagePlaces(shape.page_bytes, len(shapes), config.pages + 1)
     layers, sizes = loaded_sizes(file, dtype).layers, 0
-    for i, (hot, cached, lendable) in enumerate(zip(config.hot, config.cache_slots, config.lendable, strict=True)):
+    for i, lendable in enumerate(config.lendable):
         if lendable:
-            sizes += (len(hot) + cached) * layers[config.span.start + i].expert + 3 * pages.page_bytes
-    return DeviceMemory(pages, sizes, device)
+            assert config.hot is not None, "slots are lent where experts are cold"
+            count = len(config.hot[i]) + config.cache_slots[i]
+            sizes += count * layers[config.span.start + i].expert + 3 * pages.page_bytes
+    states = state_slots(file.spec, config.span, config.slots) if config.slot_pages else None
+    memory = DeviceMemory(pages, sizes, device, states)
+    held = min(len(memory.places_in_slot(slot)) for slot in range(config.slots)) if states else 0
+    if held < config.slot_pages:
+        raise BadConfig(f"a slot of layers {config.span} has room for {held} pages, not for {config.slot_pages}")
+    return memory
 
 
 def _compile_job(file: WeightFile, config: StageConfig) -> CompileJob:

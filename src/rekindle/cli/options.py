@@ -70,8 +70,9 @@ KvMode = Annotated[
 LiveMemory = Annotated[
     bool | None,
     typer.Option(
-        help="KV of a conversation that outgrows the pool gets the memory of the coldest experts, until it ends. On "
-        "where it can be, unless --pool fixes the pool; --no-live-memory plans a larger pool and fewer hot experts."
+        help="KV of a conversation that outgrows the pool gets the memory of slots without a sequence until one comes, "
+        "and of the coldest experts until it ends. On where it can be, unless --pool fixes the pool; --no-live-memory "
+        "plans a larger pool and fewer hot experts or sequences."
     ),
 ]
 KvPolicy = Annotated[

@@ -42,6 +42,9 @@ def host(
     pages: Annotated[list[int], typer.Option(help="Pages of KV (64 tokens each) on the device.")] = [],  # noqa: B006
     host_pages: Annotated[list[int], typer.Option(help="More pages, in RAM.")] = [],  # noqa: B006
     slabs: Annotated[list[int], typer.Option(help="Slabs of pinned RAM (16 MiB each) kept for snapshots.")] = [],  # noqa: B006
+    slot_pages: Annotated[
+        list[int], typer.Option(help="Pages of KV in the memory of a slot while no sequence is in it; 0: none.")
+    ] = [],  # noqa: B006
     experts: Annotated[list[str], typer.Option(help="Which experts are on the device, as JSON.")] = [],  # noqa: B006
     listen: Annotated[str, typer.Option(help="ipc:///path, or tcp://host:port, between hosts with keys.")] = "",
     slots: Annotated[int, typer.Option(help="Sequences that run at the same time.")] = 16,
@@ -72,7 +75,7 @@ def host(
         set_threads(threads)
     if not listen:
         raise BadConfig("--listen is missing; give ipc:///path or tcp://host:port")
-    _check_counts(len(span), device, pages, host_pages, slabs, experts)
+    _check_counts(len(span), device, pages, host_pages, slabs, slot_pages, experts)
     if dtype is None or kv_type is None:
         dtype, kv_type = choose_types(open_weights_of(model), device, dtype, kv_type)
     configs = []
@@ -93,6 +96,7 @@ def host(
                 hot=known.hot if known else None,
                 cache_slots=known.cache_slots if known else (),
                 lendable=known.lendable if known else (),
+                slot_pages=slot_pages[i] if slot_pages else 0,
                 rewind_rows=rewind_rows,
                 slabs=slabs[i] if slabs else STOCK,
                 chunk=chunk,

@@ -282,9 +282,10 @@ class Restorer:
         given up until they do, and as long as they keep places on the device from it."""
         while True:
             pages, needed = self._pipeline.pages(), -(-positions // PAGE)
-            if needed > pages.at_once:
+            here = pages.at_once - (pages.slot if self._roster.free_slots else 0)  # a kept slot lends nothing
+            if needed > here:
                 needed -= self._roster.kept.shared_pages(sequence.tokens[:positions], sequence.namespace)
-            if needed <= pages.at_once or not self._endings.make_room(sequence):
+            if needed <= here or not self._endings.make_room(sequence):
                 return needed <= pages.free
 
     def _take_slot(self, sequence: Sequence) -> int:

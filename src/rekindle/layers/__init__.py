@@ -5,6 +5,7 @@ from rekindle.layers.base import LayerState, MixerBlock, SlotState, block_of, re
 from rekindle.layers.layer import HybridLayer
 from rekindle.layers.load import load_head, load_span
 from rekindle.layers.paged import PagedKv
+from rekindle.layers.slot_memory import SlotMemory
 from rekindle.layers.span import ModelSpan
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "MixerBlock",
     "ModelSpan",
     "PagedKv",
+    "SlotMemory",
     "SlotState",
     "attention",
     "block_of",

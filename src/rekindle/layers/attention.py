@@ -14,6 +14,7 @@ from rekindle.kernels.ragged import Ragged
 from rekindle.kernels.rope import norm_rope_store, rope_frequencies
 from rekindle.layers.base import LayerState, MixerBlock, Tensors, expect, register_mixer
 from rekindle.layers.paged import QUERY, PagedKv, PageGroup, PageShape
+from rekindle.layers.slot_memory import SlotMemory
 from rekindle.snapshots.types import TAIL, Part
 from rekindle.spec import PAGE, AttentionSpec
 
@@ -89,7 +90,7 @@ class AttentionBlock(MixerBlock[AttentionSpec, AttentionState]):
         )
 
     @classmethod
-    def new_state(cls, spec: AttentionSpec, layer: int, slots: int, paged: PagedKv) -> AttentionState:
+    def new_state(cls, spec: AttentionSpec, layer: int, slots: SlotMemory, paged: PagedKv) -> AttentionState:
         return AttentionState(spec, *paged.place_of(layer))
 
     @classmethod

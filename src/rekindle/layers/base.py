@@ -17,6 +17,7 @@ from rekindle.errors import SnapshotMismatch
 from rekindle.kernels.matmul import Matrix
 from rekindle.kernels.ragged import Ragged
 from rekindle.layers.paged import PagedKv, PageShape
+from rekindle.layers.slot_memory import SlotMemory
 from rekindle.snapshots.types import Part
 from rekindle.spec import MixerSpec, ModelSpec, Span
 
@@ -132,8 +133,9 @@ class MixerBlock(ABC, Generic[Spec, State]):
 
     @classmethod
     @abstractmethod
-    def new_state(cls, spec: Spec, layer: int, slots: int, paged: PagedKv) -> State:
-        """Empty state for a layer of a stage; `paged` holds the pages of the stage."""
+    def new_state(cls, spec: Spec, layer: int, slots: SlotMemory, paged: PagedKv) -> State:
+        """Empty state for a layer of a stage: `paged` holds the pages of the stage, `slots` has memory for what the
+        spec counts as `slot_bytes`."""
 
     @classmethod
     def page_shape(cls, spec: Spec, kv_type: str) -> PageShape | None:

@@ -15,6 +15,7 @@ from rekindle.kernels.ragged import Ragged
 from rekindle.kernels.rewind_log import RewindLog
 from rekindle.layers.base import MixerBlock, SlotState, Tensors, register_mixer
 from rekindle.layers.paged import PagedKv
+from rekindle.layers.slot_memory import SlotMemory
 from rekindle.spec import DeltaSpec
 
 
@@ -25,10 +26,10 @@ class DeltaState(SlotState):
     __slots__ = ("log", "spec", "states", "windows")
     logs_rows: ClassVar[bool] = True
 
-    def __init__(self, spec: DeltaSpec, slots: int, device: torch.device) -> None:
+    def __init__(self, spec: DeltaSpec, slots: SlotMemory) -> None:
         self.spec = spec
-        self.states = torch.zeros(slots + 1, spec.value_heads, spec.key_dim, spec.value_dim, device=device)
-        self.windows = torch.zeros(slots + 1, spec.conv_width - 1, spec.conv_channels, device=device)  # oldest first
+        self.states = slots.zeros(spec.value_heads, spec.key_dim, spec.value_dim)
+        self.windows = slots.zeros(spec.conv_width - 1, spec.conv_channels)  # oldest first
         self.log: RewindLog | None = None  # the last block of every slot, once there is room for one
         super().__init__({"state": self.states, "window": self.windows})
 
@@ -97,8 +98,8 @@ class DeltaBlock(MixerBlock[DeltaSpec, DeltaState]):
         )
 
     @classmethod
-    def new_state(cls, spec: DeltaSpec, layer: int, slots: int, paged: PagedKv) -> DeltaState:
-        return DeltaState(spec, slots, paged.pool.device)
+    def new_state(cls, spec: DeltaSpec, layer: int, slots: SlotMemory, paged: PagedKv) -> DeltaState:
+        return DeltaState(spec, slots)
 
     @property
     def first(self) -> Matrix:

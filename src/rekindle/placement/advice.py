@@ -88,13 +88,16 @@ def _for_the_next_start(placer: Placer) -> str:
 
 def _link_reason(placer: Placer, stage: StagePlan) -> Iterator[str]:
     """What a small pool costs: exact mode attends every page, and reads those that find no room where they lie."""
-    name, wishes, room = stage.device.name, placer.wishes, stage.pool_pages
+    name, wishes, room = stage.device.name, placer.wishes, stage.pages_beside(1)
+    if stage.slot_pages:
+        each, alone = f"{stage.slot_pages * PAGE:,} tokens", f"{room * PAGE:,}"
+        yield f"{name}: a slot without a sequence lends its memory to KV, {each}: one sequence alone has {alone}"
     if stage.lendable:
         layers = [placer.sizes.on(stage.device).layers[layer] for layer in stage.span.layers]
         room += lendable_pages(stage.lendable, layers, stage.page_bytes)
         experts = plural(sum(stage.lendable), "hot expert")
         yield f"{name}: KV of conversations that outgrow the pool gets the slots of up to {experts}, until they end"
-    elif wishes.lends:
+    elif wishes.lends and not stage.slot_pages:
         why = "snapshots need the RAM that lent experts would take: --ram" if stage.cold else "no expert is cold"
         yield f"{name}: --live-memory changes nothing here: {why}"
     beyond = (pages_for(wishes.context) - room) * stage.page_bytes

@@ -1,9 +1,9 @@
 """How fast a plan is expected to decode: bytes that a step reads, divided by how fast they come.
 
 A step of one sequence reads every weight that its token needs once, and the KV of its context: on the device at the
-speed of its memory, beyond the pool and for cold experts over the link. KV that outgrows the pool has got the slots of
-the coldest experts by then (lending.py). Every layer costs a fixed time beside that. The shares below were fitted to
-the figures of an H200 in docs/bench.md, and a test holds them to those.
+speed of its memory, beyond the pool and for cold experts over the link. KV that outgrows the pool has got the memory of
+slots without a sequence, and that of the coldest experts, by then (lending.py). Every layer costs a fixed time beside
+that. The shares below were fitted to the figures of an H200 in docs/bench.md, and a test holds them to those.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Step:
     @property
     def lent_pages(self) -> int:
         """That the pool has got from experts, for the contexts that are live."""
-        short = self.rows * pages_for(self.context) - self.stage.pool_pages
+        short = self.rows * pages_for(self.context) - self.stage.pages_beside(self.rows)
         return max(0, min(short, lendable_pages(self.stage.lendable, self._lending, self.stage.page_bytes)))
 
     @property
@@ -104,7 +104,7 @@ class _Step:
 
     @property
     def _pool_tokens(self) -> int:
-        return self.stage.pool_tokens + self.lent_pages * PAGE
+        return (self.stage.pages_beside(self.rows) + self.lent_pages) * PAGE
 
     @property
     def link_bytes(self) -> int:

@@ -1,7 +1,8 @@
-"""One budget for experts and KV: how many expert slots of a stage may be lent to the pool, and what they hold as pages.
+"""One budget for experts, state and KV: what of a stage may be lent to the pool, and what that holds as pages.
 
 Experts have the memory while contexts are short. A conversation that outgrows the pool grows into the coldest of them,
-and they come back when it ends; so their weights are in RAM too. A pool that was asked for stays as it is.
+and they come back when it ends; so their weights are in RAM too. The state of a slot is there for the pool until a
+sequence comes. So both are counted where they lie, and not in the pool. A pool that was asked for stays as it is.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+from rekindle.placement.mixers import SpanMixers
 from rekindle.placement.types import Device, LayerSizes, Wishes, pages_for
 
 USED_SHARE = 0.95  # of a lent slot's bytes that are found again as pages: a page lies in one piece
@@ -18,6 +20,15 @@ PLANNED_SHARE = 0.8  # the same where the types of the weights are at their wors
 def may_lend(wishes: Wishes, device: Device) -> bool:
     """Whether stages on the device trade at all. Memory that is RAM gains nothing."""
     return wishes.lends and not device.host
+
+
+def slot_pages(wishes: Wishes, device: Device, mixers: SpanMixers, pages: int) -> int:
+    """That fit into the state of a slot, beside a pool of `pages` pages: wherever the slot begins, so less one page of
+    a layer up to the next edge."""
+    page, place = mixers.widest_page(wishes.kv_type), mixers.page_bytes(wishes.kv_type)
+    if not (wishes.lends_slots and not device.host and page and wishes.sequences > 1 and pages < wishes.full_pages):
+        return 0
+    return max(0, sum(mixers.slot_bytes().values()) // page - 1) // (place // page)
 
 
 def lendable_slots(

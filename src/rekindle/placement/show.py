@@ -94,6 +94,8 @@ def _table(plan: Plan, width: int) -> list[str]:
     if plan.spec.ffn.is_moe:
         rows.append(["experts hot / cold", *(f"{s.hot_count:,} / {s.cold:,}" for s in plan.stages), ""])
     rows.append(["KV tokens", *(f"{s.pool_tokens:,}" for s in plan.stages), f"{_host_tokens(plan):,}"])
+    if any(stage.slot_pages for stage in plan.stages):
+        rows.append(["of one sequence alone", *(f"{s.pages_beside(1) * PAGE:,}" for s in plan.stages), ""])
     return _align([header, *rows], width)
 
 
@@ -238,6 +240,7 @@ def _stage_as_json(stage: StagePlan, left: int) -> dict[str, Any]:
         "hot": [list(ids) for ids in stage.hot],
         "expert_cache_slots": list(stage.expert_cache_slots),
         "lendable": list(stage.lendable),
+        "slot_pages": stage.slot_pages,
         "cold": stage.cold,
     }
 

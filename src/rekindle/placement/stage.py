@@ -18,7 +18,7 @@ from rekindle.placement.allocate import (
     ranked_experts,
     spare_slots,
 )
-from rekindle.placement.lending import lendable_slots, may_lend
+from rekindle.placement.lending import lendable_slots, may_lend, slot_pages
 from rekindle.placement.mixers import MixerSums, SpanMixers
 from rekindle.placement.reserve import (
     SpanWeights,
@@ -108,7 +108,8 @@ class StagePlanner:
 
     def __init__(self, machine: Machine, spec: ModelSpec, sizes: Sizes, wishes: Wishes) -> None:
         self.machine, self.spec, self.sizes, self.wishes = machine, spec, sizes, wishes
-        self.page_bytes = MixerSums(spec).of(spec.whole).page_bytes(wishes.kv_type)  # of one page in all layers
+        self._sums = MixerSums(spec)
+        self.page_bytes = self._sums.of(spec.whole).page_bytes(wishes.kv_type)  # of one page in all layers
         self.least, self.target, self.most = _pool_sizes(wishes)
         self.order = expert_order(spec, expert_layers(sizes, spec.whole), wishes)
         self._weighers = [Weigher(spec, sizes.on(device)) for device in machine.devices]
@@ -197,6 +198,7 @@ class StagePlanner:
             page_bytes=stage.candidates.page_bytes,
             slabs=STOCK if stage.device.remote else 0,
             lendable=self._lendable(stage, layers, hot, allocation.pages) if cold and lends else (),
+            slot_pages=slot_pages(self.wishes, stage.device, self._sums.of(stage.span), allocation.pages),
         )
 
     def _lendable(

@@ -125,7 +125,8 @@ class Wishes:
     sequences: int = 1  # slots
     kv_type: str = "bf16"
     pool: int | None = None  # tokens of KV on every device
-    lends: bool = False  # KV that outgrows the pool gets the slots of the coldest experts
+    lends: bool = False  # KV that outgrows the pool gets the slots of the coldest experts …
+    lends_slots: bool = False  # … and the memory of slots in which no sequence lives
     drafter_bytes: int = 0  # the drafter's weights and its own state, where it lives beside the head …
     drafter_ram: int = 0  # … and where it lives in the RAM of this process, since the head is in another
     taps: tuple[int, ...] = ()  # layers whose outputs it reads, wherever they lie
@@ -205,6 +206,7 @@ class StagePlan:
     page_bytes: int  # one page in all attention layers of the span
     slabs: int  # of pinned RAM that wait for captures; a CPU has no use for them
     lendable: tuple[int, ...] = ()  # per layer of the span: of the hot experts the last ones, whose slots KV may get
+    slot_pages: int = 0  # that the state of a slot has room for while no sequence lives there; 0: it is not lent
 
     @property
     def total(self) -> int:
@@ -217,6 +219,10 @@ class StagePlan:
     @property
     def pool_tokens(self) -> int:
         return self.pool_pages * PAGE
+
+    def pages_beside(self, sequences: int) -> int:
+        """Of the pool while so many sequences run: the slots of the others hold some."""
+        return self.pool_pages + max(0, self.slots - sequences) * self.slot_pages
 
     @property
     def pool_may_fill(self) -> bool:
@@ -286,6 +292,10 @@ class Plan:
     def pool_pages(self) -> int:
         """Pages that every stage has: the pool of the pipeline as a whole."""
         return min(stage.pool_pages for stage in self.stages)
+
+    def pages_beside(self, sequences: int) -> int:
+        """The same while so many sequences run."""
+        return min(stage.pages_beside(sequences) for stage in self.stages)
 
     @property
     def pool_may_fill(self) -> bool:

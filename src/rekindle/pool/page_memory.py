@@ -58,6 +58,8 @@ class PageMemory:
         self.copies = copies or HostCopies(device, slabs)
         # An id for every page: while a table is restored all its pages are away, whatever places are free.
         self.addresses = PageAddresses(self.kv, self.total, self.total) if self.copies.pinned and layers else None
+        if memory is not None and self.addresses is not None:
+            self._copy_places([self.scratch_page], [self.scratch_page])  # compiled now, not when a page first moves
         self._record = record
         self._fetch_all: Callable[[], None] | None = None  # set, and recorded, at the first page-in
 

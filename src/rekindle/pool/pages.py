@@ -9,6 +9,7 @@ what a page is, page_memory.py how its bytes travel, eviction.py which page leav
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
@@ -67,7 +68,8 @@ class PagePool(PageMemory):
         self._moves = 0  # times that a page which some table lists changed its place
         self._held = 0  # pages that tables hold, each counted once
         self._lent: set[int] = set()  # places that others lend for a while
-        self._free = list(reversed(self._first_places))  # popped from the end: ascending, so runs are contiguous
+        # Popped from the end: ascending, so runs are contiguous; lent ones come last, since they may have to go back.
+        self._free = deque(reversed(self._first_places))
         self._live: dict[Page, HeldPage] = {}  # first layer's host copy -> the page that has it
         self._evictable: list[tuple[Worth, HeldPage]] | None = None  # the first to leave at the end; None: not ranked
 
@@ -195,7 +197,10 @@ class PagePool(PageMemory):
 
     def _free_place(self, page: HeldPage) -> None:
         assert page.place is not None, "only a resident page has a place to give back"
-        self._free.append(page.place)
+        if page.place in self._lent:
+            self._free.appendleft(page.place)
+        else:
+            self._free.append(page.place)
         page.place = None
 
     # Snapshots
@@ -354,28 +359,43 @@ class PagePool(PageMemory):
         """More places, whose memory is the pool's from now on, in the order of the current stream."""
         assert self._lent.isdisjoint(places), "a place is lent twice"
         self._lent.update(places)
-        self._free[:0] = reversed(places)  # taken last, since they may have to go back
+        self._free.extendleft(places)
         self.places += len(places)
 
     def give_back(self, places: Sequence[int]) -> None:
         """The lender may write there, in the order of the current stream: pages that lie there move to free places,
-        and leave the device where none is free. Between forwards."""
+        and leave the device where none is free. Between forwards. If some cannot, all places stay the pool's."""
         going = set(places)
         assert going <= self._lent, "a place is given back that was not lent"
         if sum(len(table.pages) - table.sealed for table in self.tables) > self.places - len(going):
             raise PoolFull(f"{len(going)} of {self.places} places cannot be given back: the others hold open pages")
         self.join()
-        self.copies.join()  # no copy reads an old place any more
         self._evictable = None
         self._lent -= going
         self.places -= len(going)
-        self._free = [place for place in self._free if place not in going]
+        free = len(self._free)
+        self._free = deque(place for place in self._free if place not in going)
+        if free - len(self._free) == len(going):
+            return  # no page lies there, and no copy reads it
+        try:
+            self._vacate(going)
+        except BaseException:
+            self._evictable = None
+            self._lent |= going
+            self.places += len(going)
+            held = {page.place for table in self.tables for page in table.pages}
+            known = (*self._first_places, *self._lent)
+            self._free = deque(place for place in reversed(known) if place not in held)
+            raise
+
+    def _vacate(self, going: set[int]) -> None:
+        self.copies.join()  # no copy reads an old place any more
         open_pages = self._pages_in(going, sealed=False)
         self._move(open_pages, [self._place_apart_from(going) for _ in open_pages])
         sealed = self._pages_in(going, sealed=True)
         self._move(sealed, [self._free.pop() for _ in range(min(len(sealed), len(self._free)))])
         self._page_out([page for page in sealed if page.place in going])
-        self._free = [place for place in self._free if place not in going]
+        self._free = deque(place for place in self._free if place not in going)
 
     def _pages_in(self, places: set[int], sealed: bool) -> list[HeldPage]:
         """The pages that lie there, each once, the latest of their sequences first."""
@@ -408,7 +428,7 @@ class PagePool(PageMemory):
         assert len(holders) == self._held, f"tables hold {len(holders)} pages, {self._held} are counted"
         places = [page.place for page in holders if page.place is not None]
         known = sorted({*self._first_places, *self._lent})
-        assert sorted(places + self._free) == known, "a place is lost or given twice"
+        assert sorted([*places, *self._free]) == known, "a place is lost or given twice"
         assert len(known) == self.places, f"{len(known)} places are known, {self.places} are counted"
         away = len(holders) - len(places)
         most = self.total - len(self._first_places)

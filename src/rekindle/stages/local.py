@@ -14,7 +14,7 @@ from rekindle.kernels import native
 from rekindle.kernels.device_memory import DeviceMemory
 from rekindle.kernels.first_launches import counting_first_launches
 from rekindle.kernels.matmul.scratch import Scratch, expanding_into
-from rekindle.layers import ModelSpan, PagedKv
+from rekindle.layers import ModelSpan, PagedKv, SlotMemory
 from rekindle.layers.base import page_shapes
 from rekindle.pool import KvMode, PagingCounts, Policy, Recorder, SegmentPages
 from rekindle.snapshots.slabs import Slabs
@@ -22,6 +22,7 @@ from rekindle.snapshots.types import Part
 from rekindle.spec import Span
 from rekindle.stages.cpu_steps import CpuSteps
 from rekindle.stages.graphs import GraphRecorder, Taps
+from rekindle.stages.idle_slots import IdleSlots
 from rekindle.stages.layout import GraphShape, Layout
 from rekindle.stages.portions import portions_of, run_portions
 from rekindle.stages.recording import Recording
@@ -58,7 +59,7 @@ class LocalStage:
         memory: DeviceMemory | None = None,
         taps: Sequence[int] = (),
     ) -> None:
-        """memory: that the model's expert slots are cut from, some of which may be lent to the pool.
+        """memory: that the model's expert slots are cut from, or the state of slots; parts of it are lent to the pool.
         rewind_rows: of the longest block to verify, for which there is room from the start.
         slabs: of pinned memory that wait for captures, on a GPU.
         widest: quantised weights that are values at one time, as the plan counts them; 0 where no plan was made.
@@ -86,8 +87,12 @@ class LocalStage:
             memory=memory,
         )
         self.pool, self._tables = self._paged.pool, self._paged.tables
-        self._state = SpanState(model.spec, model.span, slots, self._paged)
-        self._trade = None if memory is None else Trade(self.pool, model.units(memory))
+        self._state = SpanState(model.spec, model.span, SlotMemory(slots, model.device, memory), self._paged)
+        units = [] if memory is None else model.units(memory)
+        self._trade = Trade(self.pool, units) if units else None
+        self._idle: IdleSlots | None = None
+        if memory is not None and memory.states is not None:
+            self._idle = IdleSlots(self.pool, [memory.places_in_slot(slot) for slot in range(slots)])
         self._unsettled: dict[int, int] = {}  # by slot: where its last segment began, if that is not settled yet
         self._work = Counter(dict.fromkeys(WORK, 0))
         self._ways: dict[int, Counter[str]] = {}
@@ -117,8 +122,8 @@ class LocalStage:
 
     def pages(self) -> PageCount:
         """Of the pool and its host memory: every free one can be had, if by sending others away."""
-        free = self.pool.free
-        return PageCount(free, self.pool.total - free, self.pool.total, self.pool.free_places)
+        free, slot = self.pool.free, 0 if self._idle is None else self._idle.most
+        return PageCount(free, self.pool.total - free, self.pool.total, self.pool.free_places, slot)
 
     def paging(self) -> PagingCounts:
         return self._paged.counts
@@ -232,6 +237,7 @@ class LocalStage:
     def _prepare(self, batch: Batch) -> list[SegmentPages]:
         """Pages for every row; what is pending of the slots' earlier blocks stays."""
         for segment in batch.segments:
+            self._check_open(segment.slot)
             position = self._tables[segment.slot].position
             assert position == segment.position, (
                 f"slot {segment.slot} stands at {position}, the segment begins at {segment.position}"
@@ -299,17 +305,38 @@ class LocalStage:
     # State
 
     def open(self, slot: int) -> None:
-        self.close(slot)
+        """A stage whose slots are lent raises PoolFull where the slot's memory is held by pages that cannot leave."""
+        self._unsettled.pop(slot, None)
+        with self._on_device():
+            self._make_slot_room(slot)
+            self._state.clear(slot)
 
     def close(self, slot: int) -> None:
+        self._unsettled.pop(slot, None)
+        if self._idle is not None and slot in self._idle:  # others' pages lie there
+            self._state.abort(slot)
+            return
         with self._on_device():
             self._state.clear(slot)
-        self._unsettled.pop(slot, None)
+        if self._idle is not None:
+            self._idle.lend(slot)
+
+    def _make_slot_room(self, slot: int, more: int = 0) -> None:
+        """Before a sequence comes, which brings `more` pages: memory for them, and the slot's own."""
+        leaving = 0 if self._idle is None else self._idle.places_of(slot)
+        if self._trade is not None:
+            self._trade.before([self._tables[slot]], more + leaving, rows=1)
+        if self._idle is not None:
+            self._idle.take_back(slot)
+
+    def _check_open(self, slot: int) -> None:
+        assert self._idle is None or slot not in self._idle, f"slot {slot} is not open: its memory is lent"
 
     def capture(self, slot: int) -> list[Part]:
         return self.begin_capture(slot)()
 
     def begin_capture(self, slot: int) -> Callable[[], list[Part]]:
+        self._check_open(slot)
         with self._on_device():
             self._settle(slot)
             finish = self._state.begin_capture(slot)
@@ -337,8 +364,7 @@ class LocalStage:
     def commit_restore(self, slot: int) -> None:
         self._unsettled.pop(slot, None)
         with self._on_device():
-            if self._trade is not None:  # for what comes there is room before it comes
-                self._trade.before([self._tables[slot]], self._state.missing(slot), rows=1)
+            self._make_slot_room(slot, self._state.missing(slot))
             self._state.commit(slot)
 
     @torch.inference_mode()

@@ -76,7 +76,9 @@ class Pipeline:
     def pages(self) -> PageCount:
         """Of the stage with the fewest free pages: what every sequence can count on."""
         counts = [stage.pages() for stage in self.stages]
-        return replace(min(counts, key=lambda count: count.free), here=min(count.at_once for count in counts))
+        fewest = min(counts, key=lambda count: count.free)
+        # The stage with the fewest places may be another one, and so may the one whose slots are the largest.
+        return replace(fewest, here=min(count.at_once for count in counts), slot=max(count.slot for count in counts))
 
     def has_room_for_capture(self) -> bool:
         """Whether a capture would not wait until earlier ones are on the host."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rekindle.errors import SnapshotMismatch
-from rekindle.layers import LayerState, PagedKv, block_of
+from rekindle.layers import LayerState, PagedKv, SlotMemory, block_of
 from rekindle.pool import Together
 from rekindle.snapshots.types import Part, wait_for
 from rekindle.spec import ModelSpec, Span
@@ -18,7 +18,7 @@ from rekindle.stages.layout import round_up
 
 
 class SpanState:
-    def __init__(self, spec: ModelSpec, span: Span, slots: int, paged: PagedKv) -> None:
+    def __init__(self, spec: ModelSpec, span: Span, slots: SlotMemory, paged: PagedKv) -> None:
         self.paged = paged
         self.layers: dict[int, LayerState] = {
             layer: block_of(spec.mixers[layer]).new_state(spec.mixers[layer], layer, slots, paged)

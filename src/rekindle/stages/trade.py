@@ -38,6 +38,7 @@ class LentUnit(Protocol):
 class Trade:
     def __init__(self, pool: PagePool, units: Sequence[LentUnit]) -> None:
         self._pool, self._units = pool, units
+        self._own = pool.places
         self._trader = Trader(pool.places, [len(unit.places) for unit in units])
         self._page_bytes = sum(layer[0].nbytes for layer in pool.kv)
         self._costs: dict[int, list[float]] = {}  # by rows of a step
@@ -47,7 +48,7 @@ class Trade:
 
     def before(self, tables: Sequence[PageTable], more: int, rows: int) -> None:
         """Before a forward of `rows` rows of these sequences, which gives them `more` pages."""
-        pages = self._pool.live_pages(LIVE, tables) + more
+        pages = self._pool.live_pages(LIVE, tables) + more - self._places_of_others
         most_back = max(1, rows // ROWS_PER_UNIT)
         want = self._trader.decide(pages, self._page_bytes, self._costs_now(len(tables)), most_back)
         while self.lent < want:
@@ -61,6 +62,11 @@ class Trade:
             unit.take_back()
             self.lent -= 1
             self.moves["given back"] += len(unit.places)
+
+    @property
+    def _places_of_others(self) -> int:
+        """That the pool has of slots in which no sequence lives: pages in them need no unit."""
+        return self._pool.places - self._own - (self.moves["lent"] - self.moves["given back"])
 
     def _costs_now(self, sequences: int) -> Sequence[float]:
         """In decode, where a step has a row of every sequence: a chunk reads pages and experts alike."""

@@ -59,6 +59,7 @@ class PageCount:
     used: int
     total: int
     here: int | None = None  # of the free ones, those on the device: others are had by sending pages to the host
+    slot: int = 0  # of those, as many are in the memory of a slot, and go when a sequence comes into it
 
     @property
     def at_once(self) -> int:

@@ -112,4 +112,7 @@ def _close(stage: LocalStage, slots: int) -> None:
 
 def _forward(stage: LocalStage, *segments: Segment, rewindable: bool = False) -> None:
     batch = Batch(segments, rewindable)
+    for segment in segments:
+        if segment.position == 0:
+            stage.open(segment.slot)
     stage.forward(batch, stage.blank(batch.rows))

@@ -116,6 +116,22 @@ def test_rows_together_and_one_by_one_give_the_same_bits_and_rewind_rebuilds_the
 
 
 @pytest.mark.parametrize("spec", SPECS)
+def test_slots_may_lie_apart_with_others_state_between_them(spec: DeltaSpec, make_ragged: MakeRagged) -> None:
+    apart, alone = Mixer(spec, 9, 3), Mixer(spec, 9, 3)
+    run = torch.full((3, alone.states[0].numel() + 64 + alone.windows[0].numel() + 64), torch.nan)
+    apart.states = run[:, : alone.states[0].numel()].view_as(alone.states).copy_(alone.states)
+    apart.windows = run[:, -alone.windows[0].numel() - 64 : -64].view_as(alone.windows).copy_(alone.windows)
+    logs = [RewindLog.zeros(spec, 3, 9, CPU) for _ in range(2)]
+    segments = make_ragged([(2, 0, 7), (0, 0, 1), (1, 0, 1)])
+    assert torch.equal(apart.run(segments), alone.run(segments))
+    assert torch.equal(apart.run(segments, kept=logs[0]), alone.run(segments, kept=logs[1]))
+    for mixer, kept in zip((apart, alone), logs, strict=True):
+        gated_delta.replay_rows(kept, torch.tensor([2, 5]), mixer.states, mixer.windows)
+    assert torch.equal(apart.states, alone.states) and torch.equal(apart.windows, alone.windows)
+    assert run.isnan().sum() == 3 * 128, "what lies between is as it was"
+
+
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_blocks_of_several_slots_settle_each_by_itself(spec: DeltaSpec, threads: int, make_ragged: MakeRagged) -> None:
     """Longer ones, too, than the rows whose decay a replay computes at once."""

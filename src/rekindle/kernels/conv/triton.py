@@ -21,7 +21,7 @@ DECODE = (256, 2)  # channels and warps of one program over single rows
 def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged, log: RewindLog | None = None) -> Tensor:
     rows, channels = u.shape
     width = weight.shape[1]
-    assert all((u.stride(1) == 1, weight.is_contiguous(), windows.is_contiguous())), "channels lie side by side"
+    assert all((u.stride(1) == 1, weight.is_contiguous(), windows[0].is_contiguous())), "channels lie side by side"
     out = torch.empty((rows, channels), dtype=u.dtype, device=u.device)
     longest = max(ragged.lengths)
     if ragged.decodes:
@@ -32,7 +32,7 @@ def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged, log: R
     _conv_kernel[(triton.cdiv(channels, block), triton.cdiv(longest, block_rows), ragged.segments)](
         u, weight, windows, out, ragged.starts, ragged.slots,
         None if log is None else log.windows, None if log is None else log.inputs,
-        u.stride(0), channels, 0 if log is None else log.rows,
+        u.stride(0), windows.stride(0), channels, 0 if log is None else log.rows,
         WIDTH=width, ROWS=block_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return out
@@ -40,7 +40,7 @@ def conv_silu(u: Tensor, weight: Tensor, windows: Tensor, ragged: Ragged, log: R
 
 @triton.jit(do_not_specialize=["log_rows"])
 def _conv_kernel(
-    u, weight, windows, out, starts, slots, log_windows, log_inputs, u_row, channels, log_rows,
+    u, weight, windows, out, starts, slots, log_windows, log_inputs, u_row, window_slot, channels, log_rows,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(2)
@@ -53,7 +53,7 @@ def _conv_kernel(
     inside = (channel < channels)[None, :]
     row = first + tl.arange(0, ROWS)  # inside the segment
     slot = tl.load(slots + segment).to(tl.int64)
-    window = windows + slot * (WIDTH - 1) * channels
+    window = windows + slot * window_slot
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for i in tl.static_range(WIDTH):
         tap = row - (WIDTH - 1) + i  # negative: before the segment, in the window

@@ -64,7 +64,7 @@ def run_chunked(
         columns, warps, stages = PASS_WIDE
     columns = min(columns, spec.value_dim)
     _pass_kernel[(spec.value_dim // columns, heads, ragged.segments)](
-        mixed, states, out, solve, mixing, factors, ragged.starts, ragged.slots, mixed.stride(0),
+        mixed, states, out, solve, mixing, factors, ragged.starts, ragged.slots, mixed.stride(0), states.stride(0),
         KEY_HEADS=spec.key_heads, VALUE_HEADS=heads, DK=spec.key_dim, DV=spec.value_dim, COLUMNS=columns,
         CHUNK=SUB_CHUNK,
         PRECISION=precision, SINGLES=singles, num_warps=warps, num_stages=stages,
@@ -183,7 +183,7 @@ def _between(i, size: tl.constexpr):
 
 @triton.jit
 def _pass_kernel(
-    mixed, states, out, solve, mixing, factors, starts, slots, mixed_row,
+    mixed, states, out, solve, mixing, factors, starts, slots, mixed_row, state_slot,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr, SINGLES: tl.constexpr,
 ):  # fmt: skip
@@ -195,7 +195,7 @@ def _pass_kernel(
     i, d = tl.arange(0, CHUNK), tl.arange(0, DK)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.load(slots + segment).to(tl.int64)
-    state_at = states + (slot * VALUE_HEADS + head) * DK * DV + d[:, None] * DV + j[None, :]
+    state_at = states + slot * state_slot + head * DK * DV + d[:, None] * DV + j[None, :]
     state = tl.load(state_at)
     place = (start // CHUNK + segment) * VALUE_HEADS + head
     for chunk in range(tl.cdiv(length, CHUNK)):

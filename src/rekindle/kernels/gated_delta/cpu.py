@@ -52,7 +52,8 @@ def gated_delta_step(
         spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, spec.conv_width, taps.data_ptr(),
         decay.data_ptr(), dt_bias.data_ptr(), weight.data_ptr(), eps, inputs.data_ptr(),
         a.data_ptr(), b.data_ptr(), z.data_ptr(), ragged.starts.data_ptr(),
-        ragged.slots.data_ptr(), ragged.segments, rows, windows.data_ptr(), states.data_ptr(),
+        ragged.slots.data_ptr(), ragged.segments, rows, windows.data_ptr(), windows.stride(0),
+        states.data_ptr(), states.stride(0),
         None if holder is None else ctypes.byref(holder), out.data_ptr(),
     )  # fmt: skip
     return out if dtype is torch.float32 else out.to(dtype)
@@ -64,7 +65,7 @@ def replay_rows(log: RewindLog, where: Tensor, states: Tensor, windows: Tensor) 
     holder, (value_heads, key_dim, value_dim) = _log_struct(log), states.shape[1:]
     native.library().delta_replay(
         log.k.shape[2], value_heads, key_dim, value_dim, windows.shape[1] + 1, ctypes.byref(holder), slot, count,
-        states.data_ptr(), windows.data_ptr(),
+        states.data_ptr(), states.stride(0), windows.data_ptr(), windows.stride(0),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rekindle.kernels.device import pdl_arguments
-from rekindle.kernels.gated_delta.recurrence import check_layout, log_decay, step_outputs, step_state
+from rekindle.kernels.gated_delta.recurrence import check_layout, lies_by_slot, log_decay, step_outputs, step_state
 from rekindle.kernels.ragged import Ragged
 from rekindle.kernels.rewind_log import RewindLog
 from rekindle.spec import DeltaSpec
@@ -57,7 +57,7 @@ def run_rows(
     saved = (None,) * 3 if log is None else (log.k, log.delta, log.g)
     _rows_kernel[(spec.value_dim // columns, spec.value_heads, ragged.segments)](
         mixed, a, b, decay, dt_bias, states, out, *saved, ragged.starts, ragged.slots,
-        mixed.stride(0), a.stride(0), b.stride(0), 0 if log is None else log.rows, spec.key_dim**-0.5,
+        mixed.stride(0), a.stride(0), b.stride(0), states.stride(0), 0 if log is None else log.rows, spec.key_dim**-0.5,
         KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, DK=spec.key_dim, DV=spec.value_dim, COLUMNS=columns,
         SAVED=log is not None, ONLY_SINGLE=only_single, num_warps=warps, **pdl_arguments(mixed.device),
     )  # fmt: skip
@@ -83,7 +83,7 @@ def _made_ready(raw, decay, dt_bias, scale):
 @triton.jit(do_not_specialize=["log_rows"])
 def _rows_kernel(
     mixed, a, b, decay, dt_bias, states, out, log_k, log_delta, log_g, starts, slots,
-    mixed_row, a_row, b_row, log_rows, scale,
+    mixed_row, a_row, b_row, state_slot, log_rows, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
     SAVED: tl.constexpr, ONLY_SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def _rows_kernel(
     i = tl.arange(0, DK)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.load(slots + segment).to(tl.int64)
-    at = (slot * VALUE_HEADS + head) * DK * DV + i[:, None] * DV + j[None, :]
+    at = slot * state_slot + head * DK * DV + i[:, None] * DV + j[None, :]
     state = tl.load(states + at)  # before gdc_wait, as in `_step_kernel`
     head_decay, head_bias = tl.load(decay + head), tl.load(dt_bias + head)
     if PDL:
@@ -135,7 +135,9 @@ def _rows_kernel(
 def replay_addresses(logs: Sequence[RewindLog], states: Sequence[Tensor], windows: Sequence[Tensor]) -> Tensor:
     """Of layers that are alike, for `replay_rows`: int64 [layers, 7] on their device. Whoever holds it holds them."""
     device = states[0].device
-    assert all(tensor.is_contiguous() for tensor in (*states, *windows)), "states and windows are dense"
+    for tensors in (states, windows):
+        assert all(map(lies_by_slot, tensors)), "a slot's states and windows are dense"
+        assert len({tensor.stride(0) for tensor in tensors}) == 1, "slots of all layers lie as far apart"
     places = [
         [tensor.data_ptr() for tensor in (log.k, log.delta, log.g, state, log.windows, log.inputs, window)]
         for log, state, window in zip(logs, states, windows, strict=True)
@@ -148,14 +150,15 @@ def replay_rows(addresses: Tensor, log: RewindLog, where: Tensor, states: Tensor
     _, heads, dk, dv = states.shape
     columns, layers = min(ROWS[0], dv), len(addresses)
     _replay_kernel[(dv // columns, heads, layers)](
-        addresses, where, log.rows,
+        addresses, where, states.stride(0), log.rows,
         KEY_HEADS=log.k.shape[2], VALUE_HEADS=heads, DK=dk, DV=dv, COLUMNS=columns, num_warps=ROWS[1],
         **pdl_arguments(states.device),
     )  # fmt: skip
     _, rows, channels = windows.shape
     _window_kernel[(triton.cdiv(channels, 256), rows, layers)](
-        addresses, log.inputs, where, log.rows, channels, BLOCK=256, num_warps=2, **pdl_arguments(states.device)
-    )
+        addresses, log.inputs, where, windows.stride(0), log.rows, channels,
+        BLOCK=256, num_warps=2, **pdl_arguments(states.device),
+    )  # fmt: skip
 
 
 # Both kernels read what earlier steps left: the states, which the block did not touch, and its log. `where` was copied
@@ -164,7 +167,7 @@ def replay_rows(addresses: Tensor, log: RewindLog, where: Tensor, states: Tensor
 
 @triton.jit(do_not_specialize=["log_rows"])
 def _replay_kernel(
-    addresses, where, log_rows,
+    addresses, where, state_slot, log_rows,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -176,7 +179,7 @@ def _replay_kernel(
     slot, count = tl.load(where).to(tl.int64), tl.load(where + 1)
     i = tl.arange(0, DK)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    at = (slot * VALUE_HEADS + head) * DK * DV + i[:, None] * DV + j[None, :]
+    at = slot * state_slot + head * DK * DV + i[:, None] * DV + j[None, :]
     state = tl.load(states + at)
     for step in range(count):
         row = slot * log_rows + step
@@ -197,7 +200,7 @@ def _tensor_at(addresses, number):
 
 @triton.jit(do_not_specialize=["log_rows"])
 def _window_kernel(
-    addresses, like_inputs, where, log_rows, channels, BLOCK: tl.constexpr, PDL: tl.constexpr
+    addresses, like_inputs, where, window_slot, log_rows, channels, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Row i of the window is row count + i of [window before the block ‖ its rows]. like_inputs: has their type."""
     if PDL:
@@ -216,4 +219,4 @@ def _window_kernel(
     value = tl.where(row < width, old, new)
     if PDL:
         gdc_wait()
-    tl.store(windows + (slot * width + tl.program_id(1)) * channels + channel, value, mask=inside)
+    tl.store(windows + slot * window_slot + tl.program_id(1) * channels + channel, value, mask=inside)

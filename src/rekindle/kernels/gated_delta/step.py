@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rekindle.kernels.device import pdl_arguments, processors, shared_memory_carveout
-from rekindle.kernels.gated_delta.recurrence import check_layout, log_decay, step_outputs, step_state
+from rekindle.kernels.gated_delta.recurrence import check_layout, lies_by_slot, log_decay, step_outputs, step_state
 from rekindle.kernels.matmul.tile_semaphores import is_last_program, semaphores
 from rekindle.kernels.ragged import Ragged
 from rekindle.spec import DeltaSpec
@@ -44,7 +44,7 @@ def gated_delta_step(
     """Single rows only: convolution, recurrent step and gated norm in one launch -> [rows, inner]."""
     assert ragged.decodes, "longer segments take the parts one by one"
     assert spec.conv_width == WIDTH, f"the step takes along a convolution of {WIDTH} taps, not {spec.conv_width}"
-    assert all((taps.is_contiguous(), windows.is_contiguous(), z.stride(1) == 1)), "channels lie side by side"
+    assert all((taps.is_contiguous(), lies_by_slot(windows), z.stride(1) == 1)), "channels lie side by side"
     check_layout(inputs, a, b, states, spec)
     out = torch.empty((inputs.shape[0], spec.inner), dtype=z.dtype, device=z.device)
     parts = 2 if ragged.segments == 1 else 1
@@ -54,7 +54,7 @@ def gated_delta_step(
     _step_kernel[(spec.value_heads * parts, ragged.segments)](
         inputs, taps, windows, a, b, decay, dt_bias, states, out, raw, z, weight, ragged.slots,
         _window_semaphores(windows, spec), semaphores(z.device), inputs.stride(0), a.stride(0), b.stride(0),
-        z.stride(0),
+        z.stride(0), states.stride(0), windows.stride(0),
         spec.key_dim**-0.5, eps,
         KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, DK=spec.key_dim, DV=spec.value_dim, PARTS=parts,
         SLICES=slices, num_warps=STEP_WARPS, **pdl_arguments(inputs.device),
@@ -79,7 +79,7 @@ def _window_semaphores(windows: Tensor, spec: DeltaSpec) -> Tensor:
 @triton.jit
 def _step_kernel(
     inputs, taps, windows, a, b, decay, dt_bias, states, out, raw, z, weight, slots, window_semaphores, semaphores,
-    input_row, a_row, b_row, z_row, scale, eps,
+    input_row, a_row, b_row, z_row, state_slot, window_slot, scale, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr,
     SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def _step_kernel(
     # state, which is large, first: a barrier keeps the compiler from putting that off. It is asked for even before the
     # launch in front is done: it was last written in the step before, and every step begins with a copy of its inputs,
     # which waits for all that went before.
-    at = states + (slot * VALUE_HEADS + head) * DK * DV + i[:, None] * DV + first[None, :]
+    at = states + slot * state_slot + head * DK * DV + i[:, None] * DV + first[None, :]
     state = tl.load(at)
     later = tl.load(at + wide) if SLICES > 1 else state
     tl.debug_barrier()
@@ -112,7 +112,7 @@ def _step_kernel(
         gdc_wait()
     raw_a, raw_b = tl.load(a + row * a_row + head), tl.load(b + row * b_row + head)
     gate = tl.load(z + row * z_row + head * DV + every)
-    window = windows + slot * 3 * channels
+    window = windows + slot * window_slot
     base = inputs + row * input_row
     q_at, k_at, v_at = key_head * DK + i, keys + key_head * DK + i, 2 * keys + head * DV + j
     q0, q1, q2, q_new = _read_window(base, window, q_at, channels)

@@ -25,6 +25,7 @@ typedef struct {
     const int32_t *starts, *slots;   /* of the segments */
     int64_t segments, rows, channels, keys;
     float *windows, *states, *out; /* [slots, width - 1, channels], [slots, value_heads, key_dim, value_dim], like z */
+    int64_t window_slot, state_slot; /* values from one slot to the next */
     const RewindLog *rewind_log;
     float *mixed, *g, *beta; /* scratch: [rows, channels], [rows, value_heads] twice */
     float *copies;           /* scratch: [threads, key_dim, 4 * LANES], of logged rows */
@@ -40,8 +41,8 @@ static void keep_inputs(const Delta *d, int64_t slot, int64_t start, int64_t sto
     int64_t before = d->l->width - 1;
     size_t bytes = (size_t)count * 4;
     for (int64_t i = 0; i < before; i++) {
-        int64_t at = (slot * before + i) * d->channels + first;
-        memcpy(d->rewind_log->windows + at, d->windows + at, bytes);
+        memcpy(d->rewind_log->windows + (slot * before + i) * d->channels + first,
+               d->windows + slot * d->window_slot + i * d->channels + first, bytes);
     }
     for (int64_t row = start; row < stop; row++)
         memcpy(d->rewind_log->inputs + (slot * d->rewind_log->rows + row - start) * d->channels + first,
@@ -51,7 +52,7 @@ static void keep_inputs(const Delta *d, int64_t slot, int64_t start, int64_t sto
 /* Row `row` of what the convolution sees: the window, then the segment's inputs. */
 INLINE const float *seen_row(const Delta *d, int64_t slot, int64_t start, int64_t row) {
     int64_t before = d->l->width - 1;
-    return row < before ? d->windows + (slot * before + row) * d->channels : d->inputs + (start + row - before) * d->channels;
+    return row < before ? d->windows + slot * d->window_slot + row * d->channels : d->inputs + (start + row - before) * d->channels;
 }
 
 static void convolve(const Delta *d, int64_t segment, int64_t first, int64_t count) {
@@ -80,7 +81,7 @@ static void convolve(const Delta *d, int64_t segment, int64_t first, int64_t cou
     for (int64_t i = 0; i < width - 1; i++)
         memcpy(window[i], seen_row(d, slot, start, stop - start + i) + first, (size_t)count * 4);
     for (int64_t i = 0; i < width - 1; i++)
-        memcpy(d->windows + (slot * (width - 1) + i) * d->channels + first, window[i], (size_t)count * 4);
+        memcpy(d->windows + slot * d->window_slot + i * d->channels + first, window[i], (size_t)count * 4);
 }
 
 static void convolve_pieces(void *work) {
@@ -160,7 +161,7 @@ static void run_columns(const Delta *d, int64_t segment, int64_t head, int64_t f
     const DeltaLayer *l = d->l;
     int64_t slot = d->slots[segment], start = d->starts[segment], key = head % l->key_heads * l->key_dim;
     int64_t stride = copy ? count : l->value_dim;
-    float *state = d->states + ((slot * l->value_heads + head) * l->key_dim) * l->value_dim + first;
+    float *state = d->states + slot * d->state_slot + head * l->key_dim * l->value_dim + first;
     if (copy) {
         for (int64_t i = 0; i < l->key_dim; i++) memcpy(copy + i * stride, state + i * l->value_dim, (size_t)count * 4);
         state = copy;
@@ -247,15 +248,17 @@ static void share_if(int many, Task task, Delta *d) {
         task(d);
 }
 
-/* Without z the output is not normed. rewind_log: NULL, or where the rows go, and the state stays. */
+/* Without z the output is not normed. rewind_log: NULL, or where the rows go, and the state stays. window_slot, state_slot:
+values from one slot to the next. */
 void delta_run(int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t width, const float *taps,
                const float *decay, const float *dt_bias, const float *norm, float eps, const float *inputs, const float *a,
                const float *b, const float *z, const int32_t *starts, const int32_t *slots, int64_t segments, int64_t rows,
-               float *windows, float *states, const RewindLog *rewind_log, float *out) {
+               float *windows, int64_t window_slot, float *states, int64_t state_slot, const RewindLog *rewind_log, float *out) {
     const DeltaLayer layer = {key_heads, value_heads, key_dim, value_dim, width, taps, decay, dt_bias, norm, eps}, *l = &layer;
     int64_t keys = key_heads * key_dim, channels = 2 * keys + value_heads * value_dim;
     Delta d = {.l = l, .inputs = inputs, .a = a, .b = b, .z = z, .starts = starts, .slots = slots, .segments = segments,
-               .rows = rows, .channels = channels, .keys = keys, .windows = windows, .states = states, .out = out, .rewind_log = rewind_log};
+               .rows = rows, .channels = channels, .keys = keys, .windows = windows, .window_slot = window_slot, .states = states,
+               .state_slot = state_slot, .out = out, .rewind_log = rewind_log};
     pool_enter();
     d.mixed = scratch(INNER, rows * (channels + 2 * value_heads) * 4);
     d.g = d.mixed + rows * channels;
@@ -270,7 +273,8 @@ void delta_run(int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t 
 
 void delta_run_call(const Word *w) {
     delta_run(w[0].i, w[1].i, w[2].i, w[3].i, w[4].i, w[5].p, w[6].p, w[7].p, w[8].p, w[9].f, w[10].p, w[11].p,
-              w[12].p, w[13].p, w[14].p, w[15].p, w[16].i, w[17].i, w[18].p, w[19].p, w[20].p, w[21].p);
+              w[12].p, w[13].p, w[14].p, w[15].p, w[16].i, w[17].i, w[18].p, w[19].i, w[20].p, w[21].i, w[22].p,
+              w[23].p);
 }
 
 /* ---- rewind ------------------------------------------------------------------------------------------------------- */
@@ -279,7 +283,7 @@ typedef struct {
     const DeltaLayer *l;
     const RewindLog *log;
     int64_t slot, count;
-    float *states;
+    float *states; /* of the slot */
     Counter moved;
 } Replay;
 
@@ -316,7 +320,7 @@ static void move_on(const Replay *r, int64_t head, int64_t first, int64_t count)
     int64_t at = r->slot * r->log->rows + first, keys = l->key_heads * l->key_dim, inner = l->value_heads * l->value_dim;
     const float *k = r->log->k + at * keys + head % l->key_heads * l->key_dim;
     const float *delta = r->log->delta + at * inner + head * l->value_dim;
-    float *s = r->states + (r->slot * l->value_heads + head) * l->key_dim * l->value_dim, keep[AT_ONCE];
+    float *s = r->states + head * l->key_dim * l->value_dim, keep[AT_ONCE];
     for (int64_t row = 0; row < count; row++) keep[row] = expf(r->log->g[(at + row) * l->value_heads + head]);
     int64_t c = 0;
     for (; c + 4 * LANES <= l->value_dim; c += 4 * LANES)
@@ -333,25 +337,25 @@ static void move_heads(void *work) {
             move_on(r, head, row, r->count - row < AT_ONCE ? r->count - row : AT_ONCE);
 }
 
-static void put_window(const Replay *r, float *windows) {
+static void put_window(const Replay *r, float *window) {
     const DeltaLayer *l = r->l;
     int64_t before = l->width - 1, channels = 2 * l->key_heads * l->key_dim + l->value_heads * l->value_dim;
     for (int64_t i = 0; i < before; i++) {
         int64_t from = r->count + i; /* in the window, then the block's inputs */
         const float *row = from < before ? r->log->windows + (r->slot * before + from) * channels
                                          : r->log->inputs + (r->slot * r->log->rows + from - before) * channels;
-        memcpy(windows + (r->slot * before + i) * channels, row, (size_t)channels * 4);
+        memcpy(window + i * channels, row, (size_t)channels * 4);
     }
 }
 
 /* Moves the state of a slot on by the first `count` rows of its last block, bit for bit as delta_run does without a log. */
 void delta_replay(int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t width, const RewindLog *rewind_log,
-                  int64_t slot, int64_t count, float *states, float *windows) {
+                  int64_t slot, int64_t count, float *states, int64_t state_slot, float *windows, int64_t window_slot) {
     const DeltaLayer layer = {.key_heads = key_heads, .value_heads = value_heads, .key_dim = key_dim, .value_dim = value_dim,
                               .width = width};
-    Replay r = {.l = &layer, .log = rewind_log, .slot = slot, .count = count, .states = states};
+    Replay r = {.l = &layer, .log = rewind_log, .slot = slot, .count = count, .states = states + slot * state_slot};
     pool_enter();
     share(move_heads, &r);
     pool_leave();
-    put_window(&r, windows);
+    put_window(&r, windows + slot * window_slot);
 }
