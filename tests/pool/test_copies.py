@@ -758,3 +758,24 @@ def test_copies_that_could_not_begin_say_so_to_their_own_caller_alone(small_slab
     with pytest.raises(RuntimeError, match="no launch"):
         lost.to_host()
     copies.stop()
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "ordinary"])
+def test_tensors_side_by_side_go_over_together_and_each_arrives_whole(
+    small_slabs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, pinned: bool
+) -> None:
+    """As captures leave them: states and windows of all layers in turns, each kind in one piece of memory or two."""
+    monkeypatch.setattr("rekindle.pool.copies.SLAB_BYTES", 3 * 40)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: pinned)
+    copies, together = PaperGpu(small_slabs), list[int]()
+    send_run = copies._send_run
+    monkeypatch.setattr(copies, "_send_run", lambda to, first: together.append(len(to)) or send_run(to, first))
+    states, windows = torch.randn(5, 2, 5), torch.randn(4, 3)
+    in_turns = [tensor for both in zip(states, windows, strict=False) for tensor in both]
+    sources = [*in_turns, states[4], torch.randn(2, 5), torch.randn(3, 3).T[0], torch.empty(0)]
+    targets = [torch.full_like(tensor, torch.nan) for tensor in sources]
+    copies.send(list(zip(targets, sources, strict=True)))
+    assert all(torch.equal(a, b) for a, b in zip(targets, sources, strict=True))
+    if pinned:
+        assert sorted(together) == [1, 1, 1, 2, 3, 4], "three states are a slab; a row that is not contiguous is alone"
+    copies.stop()

@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from itertools import pairwise
 
 import torch
 
-from rekindle.buffers import CAPTURED_PAGES, IN_FLIGHT, UPLOAD_SLABS
+from rekindle.buffers import CAPTURED_PAGES, IN_FLIGHT, SLAB_BYTES, UPLOAD_SLABS
 from rekindle.errors import CopyFailed
 from rekindle.kernels.paging import fetch_pages
 from rekindle.kernels.pinning import pin
@@ -33,6 +34,7 @@ UPLOAD_THREADS = max(1, min((os.cpu_count() or 1) // 2, 8))  # that fill them
 
 
 Begin = Callable[[], object]  # makes the copies' stream wait for the work before them
+Pair = tuple[torch.Tensor, torch.Tensor]  # to the device, from host memory
 Stack = tuple[list[int], torch.Tensor]  # tensors of one shape by number, and copies of them on the device
 
 
@@ -258,19 +260,30 @@ class HostCopies:
 
     # To the device
 
-    def send(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Host memory to the device, (to, from) each, on the current stream."""
-        ordinary = list[tuple[torch.Tensor, torch.Tensor]]()
-        for to, tensor in pairs:
-            if self.pinned and tensor.nbytes and not tensor.is_pinned():
-                ordinary.append((to, tensor))
-            else:
+    def send(self, pairs: Sequence[Pair]) -> None:
+        """Host memory to the device, (to, from) each, on the current stream. Tensors of one shape that lie side by
+        side, as captures leave them, go over in one copy: calls cost the caller more than bytes."""
+        ordinary = list[Pair]()
+        for run in _side_by_side(pairs) if self.pinned else [[pair] for pair in pairs]:
+            first = run[0][1]
+            if self.pinned and first.nbytes and not first.is_pinned():
+                ordinary += run
+                continue
+            for _, tensor in run:
                 self.hold(tensor)
-                to.copy_(tensor, non_blocking=True)
+            self._send_run([to for to, _ in run], first)
         targets = iter([to for to, _ in ordinary])
         for group in self.through([tensor for _, tensor in ordinary]) if ordinary else ():
             for tensor in group:
                 next(targets).copy_(tensor, non_blocking=True)
+
+    def _send_run(self, targets: list[torch.Tensor], first: torch.Tensor) -> None:
+        """first: of as many tensors side by side."""
+        if len(targets) == 1:
+            targets[0].copy_(first, non_blocking=True)
+            return
+        whole = first.as_strided((len(targets), *first.shape), (first.numel(), *first.stride()))
+        torch._foreach_copy_(targets, list(whole.to(targets[0].device, non_blocking=True).unbind()))
 
     def through(self, tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """As `Uploads.through`."""
@@ -333,6 +346,30 @@ def _copy_to_slabs(slices: Sequence[SlabSlice], data: torch.Tensor) -> None:
         stop = start + target.memory.nbytes
         torch.from_numpy(target.memory).copy_(data[start:stop], non_blocking=True)
         start = stop
+
+
+def _side_by_side(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """The pairs in runs whose sources have one shape and follow one another in one piece of memory; of a slab's bytes
+    at most, since they lie apart on the device for a moment."""
+    alike: dict[tuple[torch.dtype, torch.Size], list[Pair]] = {}
+    for pair in pairs:
+        alike.setdefault((pair[1].dtype, pair[1].shape), []).append(pair)
+    runs = list[list[Pair]]()
+    for its in alike.values():
+        most = max(1, SLAB_BYTES // max(1, its[0][1].nbytes))
+        runs.append(its[:1])
+        for (_, last), pair in pairwise(its):
+            if len(runs[-1]) < most and _follows(pair[1], last):
+                runs[-1].append(pair)
+            else:
+                runs.append([pair])
+    return runs
+
+
+def _follows(tensor: torch.Tensor, last: torch.Tensor) -> bool:
+    one_piece = tensor.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    beside = bool(last.nbytes) and tensor.data_ptr() == last.data_ptr() + last.nbytes
+    return one_piece and beside and tensor.is_contiguous() and last.is_contiguous()
 
 
 def stack_or_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
