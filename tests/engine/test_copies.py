@@ -337,3 +337,18 @@ def test_a_client_that_asks_again_at_once_does_not_wait_for_the_capture_of_its_l
     assert happened.index("token") < happened.index("finished")
     engine.stop()
     assert len(engine.prefixes.entries()) == 4
+
+
+def test_logits_that_cannot_be_brought_end_their_own_request_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_over(lab.stage())
+    prompt = Prompt(random_tokens(40, 7))
+    busy = Answer(engine, prompt, max_tokens=600)
+    wait_until(lambda: engine.prefixes.known_length(prompt.tokens) == 40)  # its own were brought
+    bring = engine._publisher.bring
+    failing = iter([True])
+    monkeypatch.setattr(engine._publisher, "bring", lambda row: 1 // 0 if next(failing, False) else bring(row))
+    other = Answer(engine, Prompt(random_tokens(50, 8)), max_tokens=2)
+    with pytest.raises(AssertionError, match="division"):
+        assert other.finished
+    assert busy.finished.completion_tokens == 600
+    engine.stop()

@@ -13,10 +13,7 @@ from rekindle.buffers import IN_FLIGHT, UPLOAD_SLABS
 from rekindle.errors import CopyFailed
 from rekindle.kernels.pinning import pin
 from rekindle.kernels.upload import CopyThreads, Uploads, cut, in_groups, size_of
-from rekindle.pool.copies import (
-    HostCopies,
-    stack_or_view,
-)
+from rekindle.pool.copies import HostCopies, LiveCopy, stack_or_view
 from rekindle.pool.page_addresses import PageAddresses
 from rekindle.pool.page_table import PageTable
 from rekindle.pool.pages import PagePool
@@ -779,3 +776,25 @@ def test_tensors_side_by_side_go_over_together_and_each_arrives_whole(
     if pinned:
         assert sorted(together) == [1, 1, 1, 2, 3, 4], "three states are a slab; a row that is not contiguous is alone"
     copies.stop()
+
+
+def test_copies_that_failed_while_they_made_way_are_never_handed_out(
+    small_slabs: list[torch.Tensor],
+) -> None:
+    """On the copy thread, which has to make the memory first."""
+    copies = Failing(small_slabs)
+    lost = copies.copy_live([torch.ones(30)])
+    copies.refuses = 1
+    others = [copies.copy_live([torch.full((30,), float(n))]) for n in range(IN_FLIGHT)]
+    taken = [copied.to_host()[0] for copied in others]
+    copies.join()
+    assert [int(own[0]) for own in taken] == [*range(IN_FLIGHT)]
+    with pytest.raises(CopyFailed):
+        wait_for_copies(lost)
+    copies.stop()
+
+
+def wait_for_copies(copied: LiveCopy) -> None:
+    copied.to_host()
+    assert copied.ready is not None
+    copied.ready.wait()

@@ -340,11 +340,14 @@ class PaperCopies:
     def __init__(self) -> None:
         self.done, self._pairs = False, list[tuple[torch.Tensor, torch.Tensor]]()
 
-    def take_live(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        taken = [torch.full_like(tensor, 7) for tensor in tensors]
-        self._pairs += zip(taken, [tensor.clone() for tensor in tensors], strict=True)
-        return taken
+    def copy_live(self, tensors: Sequence[torch.Tensor]) -> PaperCopies:
+        self._pairs += [(torch.full_like(tensor, 7), tensor.clone()) for tensor in tensors]
+        return self
 
+    def to_host(self) -> list[torch.Tensor]:
+        return [to for to, _ in self._pairs]
+
+    @property
     def ready(self) -> PaperCopies:
         return self
 

@@ -131,6 +131,8 @@ def _build(
     settings = _engine_settings(config, model, plans, drafter_file)
     model.file.files.check()  # the fingerprint is of the bytes that were loaded
     engines = [Engine(pipeline, prefixes, settings) for pipeline in pipelines]
+    for each in slabs:
+        each.busy = lambda: any(engine.busy for engine in engines)
     for engine in engines:
         engine.make_ready(model.spec.vocab)
         engine.start()

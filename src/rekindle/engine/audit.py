@@ -58,6 +58,11 @@ class Auditor:
                 self._restores = 0
                 self._waiting = audit()
 
+    @property
+    def waits(self) -> bool:
+        """Whether one is to be run."""
+        return self._waiting is not None
+
     def take(self) -> Audit | None:
         audit, self._waiting = self._waiting, None
         return audit

@@ -26,6 +26,11 @@ class AuditRuns:
         self._endings = endings
         self._grid = grid
 
+    @property
+    def due(self) -> bool:
+        """Whether a snapshot is to be audited."""
+        return self._auditor.waits
+
     def start(self) -> bool:
         """Enqueue the run of the next audit, as background work. False if no snapshot is to be audited."""
         audit = self._auditor.take()

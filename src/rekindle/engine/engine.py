@@ -255,11 +255,16 @@ class Engine:
         self._publisher.drain()
         self._endings.give_up_kept()
 
+    @property
+    def busy(self) -> bool:
+        """Whether some sequence runs. From any thread."""
+        return bool(self._roster.running)
+
     def _is_idle(self) -> bool:
         """Whether nothing can be done until a command arrives. Idle time is used for captures, then for an audit."""
         if self._roster.running or self._flights or self._roster.may_admit:
             return False
-        if self._publisher.unfinished and self._inbox.comes_within(LINGER):
+        if self._publisher.unfinished and not self._audits.due and self._inbox.comes_within(LINGER):
             return False
         self._publisher.drain()
         return bool(self._roster.line) or not self._audits.start()

@@ -106,7 +106,8 @@ class Collector:
             self.let_go()  # a capture may take longer than the step that the tokens are held for
         for result in flight.results():
             if _draws(result):
-                self._give_logits(result)
+                with self._endings.isolated(result.owner):
+                    self._give_logits(result)
             self._capture_late(result)
         self._go_on(flight.owners)
 

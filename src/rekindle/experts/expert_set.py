@@ -102,10 +102,11 @@ class ExpertSet:
         return False
 
     @property
-    def cache_sizes(self) -> tuple[int, int, bool]:
+    def cache_sizes(self) -> tuple[int, int, bool, bool]:
         """By which the kernels of layers differ that are otherwise alike: slots of the expert cache, those of them that
-        follow the routing, and whether CPU threads take a share."""
-        return self.residency.cache_slots, self.residency.kept, self.weights.cpu_experts is not None
+        follow the routing, whether CPU threads take a share, and whether cold experts may come in whole groups."""
+        shared = self.weights.cpu_experts is not None
+        return self.residency.cache_slots, self.residency.kept, shared, self.residency.holds_few_cold
 
     def can_record(self, rows: int) -> bool:
         """A step with this many rows never asks the host."""

@@ -108,6 +108,7 @@ class PackedWeights:
 
     def take_in_staging(self, load: Tensor) -> None:
         """Put expert load[i], unless it is -1, into slot i of one part of the staging area, as a cache would."""
+        assert len(load) <= self._staging.slots, f"{len(load)} experts for {self._staging.slots} slots"
         _gpu().fetch(self._to_staging[0], load, self.places)
 
     def swap(self, slot: int, goes: int, comes: int) -> None:
@@ -147,7 +148,7 @@ class PackedWeights:
         return pairs.shares.view(*ids.shape, -1).sum(1)
 
     def _copies_whole(self, pairs: int) -> bool:
-        return pairs >= 2 * self._residency.experts and 8 * self._residency.cache_slots <= len(self._cold)
+        return pairs >= 2 * self._residency.experts and self._residency.holds_few_cold
 
     def _by_place(self) -> Tensor:
         """The slot of each expert; behind all slots, of one that is missing its place in host memory."""

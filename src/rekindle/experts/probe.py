@@ -39,7 +39,7 @@ def measure_costs(weights: PackedWeights, residency: Residency, hidden: int, dty
 def measure_takes(weights: PackedWeights, cpu_experts: LayerCpuExperts, x: Tensor) -> list[int]:
     """Of 0, 1, … missing experts, as many as the mailbox takes, how many the CPU should compute: all splits of up to
     eight are tried, as the device would ask for them; of more it takes the same share."""
-    most = min(EIGHT, weights.cold, cpu_experts.box.pairs)
+    most = min(EIGHT, weights.cold, weights.staging.slots, cpu_experts.box.pairs)
     splits = _Splits(weights, cpu_experts, x, most)
     takes = [0]
     for missing in range(1, most + 1):

@@ -44,6 +44,11 @@ class Residency:
         self.step = torch.zeros(1, dtype=torch.int64, device=device)  # 32 bits would be full after a month
 
     @property
+    def holds_few_cold(self) -> bool:
+        """Whether so few of the cold experts have a slot that whole groups of them may be copied as they lie."""
+        return 8 * self.cache_slots <= self.experts - len(self.hot)
+
+    @property
     def slots(self) -> int:
         return len(self.hot) + self.cache_slots
 

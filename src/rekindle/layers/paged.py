@@ -188,7 +188,7 @@ class PagedKv:
         return {layer: pages for group in self.groups for layer, pages in group.export(slot).items()} if self else {}
 
     def ready(self, slot: int) -> Ready | None:
-        """Of the slot's exported pages, and of what was copied last."""
+        """Of the slot's exported pages."""
         awaited = [ready for group in self.groups if (ready := group.pool.ready(group.sealed(slot))) is not None]
         return awaited[0] if len(awaited) == 1 else Together(tuple(awaited)) if awaited else None
 

@@ -10,7 +10,6 @@ Memory that a GPU may still read or write is held here until it has, since a sla
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,11 +44,11 @@ class LiveCopy:
         """taken: in host memory by now, or what begins the copies."""
         self._send = taken if callable(taken) else None
         self._taken = None if callable(taken) else taken
-        self._ready: Ready | None = None
-        self._error: Exception | None = None  # why the copies could not begin
+        self.ready: Ready | None = None  # once they have begun; None: they are complete
+        self._error: Exception | None = None  # why they could not begin, or came to nothing before anybody asked
 
     def to_host(self) -> list[torch.Tensor]:
-        """In host memory, complete once the copies are `ready`. Asked for once: their memory is the caller's."""
+        """In host memory, complete once `ready` is. Asked for once: their memory is the caller's."""
         if self._error is not None:
             raise self._error
         self._begin()
@@ -59,21 +58,30 @@ class LiveCopy:
 
     def _begin(self) -> None:
         if self._send is not None:
-            send, self._send = self._send, None
-            self._taken, self._ready = send()
+            try:
+                self._taken, self.ready = self._send()
+            finally:
+                self._send = None
 
-    @property
-    def done(self) -> bool:
-        return self._send is None and (self._ready is None or self._ready.done)
-
-    def wait(self) -> None:
-        """What goes wrong at the beginning concerns who asks for the copies, not who waits for the room."""
+    def make_way(self) -> None:
+        """They begin, for the sake of others that need the room; what goes wrong is for who asks for these."""
         try:
             self._begin()
         except Exception as error:
             self._error = error
-        if self._ready is not None:
-            self._ready.wait()
+
+    @property
+    def done(self) -> bool:
+        return self._send is None and (self.ready is None or self.ready.done)
+
+    def wait(self) -> None:
+        """Until the room on the device is free."""
+        self.make_way()
+        try:
+            if self.ready is not None:
+                self.ready.wait()
+        except CopyFailed as error:
+            self._error = error
 
 
 class HostCopies:
@@ -193,8 +201,9 @@ class HostCopies:
         while self._in_flight and self._in_flight[0].done:
             self._in_flight.popleft()
         if len(self._in_flight) == IN_FLIGHT:
-            with contextlib.suppress(CopyFailed):  # raised where that capture would be published
-                self._in_flight.popleft().wait()
+            for copied in self._in_flight:
+                copied.make_way()
+            self._in_flight.popleft().wait()
 
     def _copy_stacks(self, slices: Sequence[Sequence[SlabSlice]], stacks: Sequence[torch.Tensor]) -> None:
         for to, rows in zip(slices, stacks, strict=True):

@@ -219,8 +219,8 @@ class PagePool(PageMemory):
         return [page.copies or () for page in pages]
 
     def ready(self, pages: Sequence[HeldPage]) -> Ready | None:
-        """Of the copies of these pages, and of what was taken last; None where nothing is waited for."""
-        copies = {page.taken for page in pages} | {self.copies.ready()}
+        """Of the copies of these pages; None where nothing is waited for."""
+        copies = {page.taken for page in pages}
         # Asked in this order: the copy thread may fail between the two questions.
         awaited = [ready for ready in copies if ready is not None and (not ready.done or has_failed(ready))]
         return Together(tuple(awaited)) if awaited else None

@@ -3,10 +3,10 @@
 Fresh memory is slow: the system clears it when it is first touched, which takes longer than to read a file into it, and
 to pin it for a GPU takes longer still, under a lock that launches wait for. So a slab without holders is kept for the
 next request, and beside a GPU threads keep some in stock, enough for captures and restores that come all at once; what
-is taken from it is made anew when nobody has asked for some time, unless little is left. In such times a part of what
-the RAM tier has yet to fill is made ahead, too. Idle memory is bounded: the stock, and what the RAM tier leaves of its
-budget. One of the threads gives back the rest, since the last reference to a slab may be dropped anywhere, also where
-the driver must not be called.
+is taken from it is made anew when nobody has asked for some time and no step runs, unless little is left. Then a part
+of what the RAM tier has yet to fill is made ahead, too. Idle memory is bounded: the stock, and what the RAM tier leaves
+of its budget. One of the threads gives back the rest, since the last reference to a slab may be dropped anywhere, also
+where the driver must not be called.
 
 A slab is lent as a whole or cut; it comes back by itself when nothing of it is referred to. Code that lets a device
 read or write it keeps a reference until the device has.
@@ -32,7 +32,7 @@ from rekindle.snapshots.files import Bytes
 
 EDGE = 256  # bytes on which everything begins that is cut from a slab
 LARGE_PAGE = 2 << 20  # bytes: on such an edge a mapping begins, so that the system can back all of it with large pages
-QUIET = 0.25  # seconds without a request, after which the stock is filled: to pin a slab keeps launches waiting
+QUIET = 0.25  # seconds without a request for memory, after which the stock is filled if no step runs
 SPARE_PART = 4  # of what the RAM tier leaves, this part is made ahead
 LOW_PART = 4  # with less than this part of the stock it is filled at once
 PAUSE = 1.0  # seconds between a refusal of memory for the stock and the next try
@@ -100,6 +100,7 @@ class Slabs:
         self.refused = 0  # times that the system gave no memory for the stock, or the driver did not pin a slab
         self.late = 0  # slabs that were asked for when none was ready
         self.spare: Callable[[], int] = lambda: 0  # bytes that may lie idle beside the stock
+        self.busy: Callable[[], bool] = lambda: False  # whether launches would wait for the driver now
         self._stock = stock
         self._driver = pin
         self._pin = None if pin is None else self._ask_driver
@@ -173,11 +174,11 @@ class Slabs:
             while not self._stopped and (missing := self._wanted() - self._ready()) > 0:
                 if LOW_PART * self._ready() < self._stock:
                     self._restock(missing)
-                elif (wait := self._taken_at + self._quiet - time.monotonic()) <= 0:
-                    self._restock(1)  # a request may come any moment
-                else:
+                elif (wait := self._taken_at + self._quiet - time.monotonic()) > 0 or self.busy():
                     self._trim()
-                    self._rest(wait)
+                    self._rest(wait if wait > 0 else self._quiet)
+                else:
+                    self._restock(1)  # a request may come any moment
             self._trim()
 
     def _rest(self, seconds: float) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -49,11 +49,18 @@ class PendingFeatures(Protocol):
     def sources(self) -> tuple[int, ...]: ...
 
 
+class CopiedTensors(Protocol):
+    """Copies on the device, that begin their way to the host when they are asked for."""
+
+    @property
+    def ready(self) -> Ready | None: ...
+    def to_host(self) -> list[Tensor]: ...
+
+
 class CopiesToHost(Protocol):
     """A stage's copies to host memory, which nobody waits for."""
 
-    def take_live(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
-    def ready(self) -> Ready | None: ...
+    def copy_live(self, tensors: Sequence[Tensor]) -> CopiedTensors: ...
 
 
 class ContextSpec(Protocol):
@@ -312,19 +319,28 @@ class RingContext(ABC):
         known.position = position
 
     def capture(self, slot: int) -> Sequence[Part]:
+        return self.begin_capture(slot)()
+
+    def begin_capture(self, slot: int) -> Callable[[], Sequence[Part]]:
         """Nothing, where it knows nothing of what stands right before the position."""
         with self._settling:
             known = self._known[slot]
             if known.stop != known.position or known.stop == known.start:
-                return ()
+                return tuple
             self._settle([slot])
             live = {f"kv{layer}": self._rows(slot, layer) for layer in range(len(self._rings))} | self._beside(slot)
-        if self._copies is None:
-            return (Part(DRAFTER_LAYER, {IDENTITY: self._identity, **{name: x.cpu() for name, x in live.items()}}),)
+        if (copies := self._copies) is None:
+            taken = {IDENTITY: self._identity, **{name: x.cpu() for name, x in live.items()}}
+            return lambda: (Part(DRAFTER_LAYER, taken),)
         with self._on_device():
-            copies = self._copies.take_live(list(live.values()))
-        taken = {IDENTITY: self._identity, **dict(zip(live, copies, strict=True))}
-        return (Part(DRAFTER_LAYER, taken, ready=self._copies.ready()),)
+            copied = copies.copy_live(list(live.values()))
+
+        def finish() -> Sequence[Part]:
+            with self._on_device():
+                tensors = dict(zip(live, copied.to_host(), strict=True))
+            return (Part(DRAFTER_LAYER, {IDENTITY: self._identity, **tensors}, ready=copied.ready),)
+
+        return finish
 
     def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
         self.prepare_restore(slot, position, parts)

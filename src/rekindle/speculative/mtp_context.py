@@ -6,7 +6,7 @@ the last position waits for a token: the next one, or the one that a block begin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -116,9 +116,11 @@ class MtpContext(RingContext):
             self._last[slot] = Last(position, _row_at(known, position)) if known_all else None
         super().rewind(slot, position)
 
-    def capture(self, slot: int) -> Sequence[Part]:
+    def begin_capture(self, slot: int) -> Callable[[], Sequence[Part]]:
         last = self._last[slot]
-        return super().capture(slot) if last is not None and last.position == self._known[slot].position else ()
+        if last is None or last.position != self._known[slot].position:
+            return tuple
+        return super().begin_capture(slot)
 
     def _beside(self, slot: int) -> dict[str, Tensor]:
         last = self._last[slot]

@@ -211,15 +211,21 @@ class Pipeline:
         while self._begun:
             result, finishing = self._begun.popleft()
             try:
-                result.set_result(tuple(part for each in finishing for part in each.result()()))
+                result.set_result(tuple(part for finish in finishing for part in finish.result()()))
             except Exception as error:  # of a device or a link; this capture is lost, others are not
                 result.set_exception(error)
 
     def _begin(self, holder: StateHolder, slot: int) -> Callable[[], Sequence[Part]]:
-        if isinstance(holder, BeginsCapture):
+        if not isinstance(holder, BeginsCapture):
+            parts = self._captured(holder, slot)
+            return lambda: parts
+        if any(holder is stage for stage in self.stages):
             return holder.begin_capture(slot)
-        parts = self._captured(holder, slot)
-        return lambda: parts
+        nothing: Callable[[], Sequence[Part]] = tuple
+        if self.drafter is None:
+            return nothing
+        finish = self._drafted(lambda: holder.begin_capture(slot), nothing)
+        return lambda: self._drafted(finish, ())
 
     def _captured(self, holder: StateHolder, slot: int) -> Sequence[Part]:
         if any(holder is stage for stage in self.stages):

@@ -45,7 +45,7 @@ class SpanState:
 
         def finish() -> list[Part]:
             tensors = iter(copied.to_host())
-            awaited = tuple(ready for ready in (exported, copies.ready()) if ready is not None)
+            awaited = tuple(ready for ready in (exported, copied.ready) if ready is not None)
             ready = Together(awaited) if awaited else None
             return [
                 Part(layer, {name: next(tensors) for name in named}, pages.get(layer, ()), ready)
