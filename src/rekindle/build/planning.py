@@ -117,7 +117,8 @@ def plan_numbers(
             return plan
         fixed = make_plan(machine, spec, sizes, replace(plan.wishes, lends=False))
         why = "KV does not grow into the slots of experts: RAM is short of a copy of those it would take (--ram)"
-        return replace(fixed, reasons=(*fixed.reasons, why)) if _has_cold_on_gpus(fixed) else fixed
+        would_grow = fixed.pool_may_fill and _has_cold_on_gpus(fixed)
+        return replace(fixed, reasons=(*fixed.reasons, why)) if would_grow else fixed
 
     counts_tried = SEQUENCES if config.sequences is None else (config.sequences,)
     try:
@@ -185,9 +186,9 @@ def _why_fewer(most: Plan, chosen: Plan, count: int) -> str:
     """most: the plan with the most sequences that fit at all."""
     if most.wishes.sequences != count:
         return f"what {count} need does not fit"
-    pools, costs = [plan.pages_beside(1) * PAGE for plan in (most, chosen)], list[str]()
-    if pools[0] != pools[1]:
-        costs.append(f"leave a KV pool of {pools[0]:,} tokens instead of {pools[1]:,}")
+    pools, costs = [_pool(plan) for plan in (most, chosen)], list[str]()
+    if pools[0] < pools[1]:
+        costs.append(f"leave one that runs alone {pools[0]:,} tokens of KV on the devices instead of {pools[1]:,}")
     if most.cold > chosen.cold:
         costs.append(f"make {most.cold - chosen.cold:,} more experts cold")
     return f"state and KV of {count} would {' and '.join(costs)}"

@@ -28,7 +28,7 @@ def generate(
     ] = None,
     prompt: Annotated[str | None, typer.Argument(help="What to say; read from standard input if left out.")] = None,
     raw: Annotated[bool, typer.Option(help="Continue the text instead of answering it as a message.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 512,
     temperature: Annotated[
         float, typer.Option(help="How random the draws are; 0 always takes the likeliest token.")
     ] = 0.0,

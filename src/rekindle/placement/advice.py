@@ -90,7 +90,7 @@ def _link_reason(placer: Placer, stage: StagePlan) -> Iterator[str]:
     """What a small pool costs: exact mode attends every page, and reads those that find no room where they lie."""
     name, wishes, room = stage.device.name, placer.wishes, stage.pages_beside(1)
     if stage.slot_pages:
-        each, alone = f"{stage.slot_pages * PAGE:,} tokens", f"{room * PAGE:,}"
+        each, alone = f"{stage.slot_pages * PAGE:,} tokens", f"{min(room, pages_for(wishes.context)) * PAGE:,}"
         yield f"{name}: a slot without a sequence lends its memory to KV, {each}: one sequence alone has {alone}"
     if stage.lendable:
         layers = [placer.sizes.on(stage.device).layers[layer] for layer in stage.span.layers]

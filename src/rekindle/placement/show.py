@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
-from rekindle.placement.types import Item, Plan, StagePlan
+from rekindle.placement.types import Item, Plan, StagePlan, pages_for
 from rekindle.placement.units import gib
 from rekindle.spec import PAGE, ModelSpec
 
@@ -95,7 +95,9 @@ def _table(plan: Plan, width: int) -> list[str]:
         rows.append(["experts hot / cold", *(f"{s.hot_count:,} / {s.cold:,}" for s in plan.stages), ""])
     rows.append(["KV tokens", *(f"{s.pool_tokens:,}" for s in plan.stages), f"{_host_tokens(plan):,}"])
     if any(stage.slot_pages for stage in plan.stages):
-        rows.append(["of one sequence alone", *(f"{s.pages_beside(1) * PAGE:,}" for s in plan.stages), ""])
+        most = pages_for(plan.wishes.context)
+        alone = (f"{min(most, stage.pages_beside(1)) * PAGE:,}" for stage in plan.stages)
+        rows.append(["for one that runs alone", *alone, ""])
     return _align([header, *rows], width)
 
 
@@ -104,26 +106,34 @@ def _speeds(plan: Plan, width: int) -> list[str]:
     if not plan.expected:
         return []
     several = max(each.sequences for pair in plan.expected for each in pair if each is not None)
-    header = ["context", "experts hot", "KV here", "over the link", "1 sequence", f"{several} sequences "]
-    rows = [header]
+    header = ["context", "experts hot", "KV here", "over the link", "1 sequence "]
+    header += [f"{several} sequences "] if several > 1 else []
+    rows, linked = [header], False
     for alone, together in plan.expected:
         hot = f"{alone.hot:,}" if plan.spec.ffn.is_moe else "–"
         here = f"{alone.kv_tokens_on_device:,}"
         speeds = [f"{each.tokens_per_second:.0f} tok/s" if each else "does not fit" for each in (alone, together)]
-        speeds[1] += SLOWER if together and together.tokens_per_second < alone.tokens_per_second else " "
-        rows.append([f"{alone.context:,}" if alone.context else "empty", hot, here, gib(alone.link_bytes), *speeds])
-    routing = "routing that favours no expert" if plan.wishes.counts is None else "routing as it was counted"
-    said = (
-        f"expected of decode; experts, KV and link of one sequence and step, {several} sequences together and each at "
-        f"that context; {routing}"
-    )
-    blocks = [_folded(said, width), *_align(rows, width)]
+        slower = together is not None and together.tokens_per_second < alone.tokens_per_second
+        linked |= slower and together is not None and together.link_bytes > 0
+        speeds[1] += SLOWER if slower else " "
+        place = f"{alone.context:,}" if alone.context else "empty"
+        rows.append([place, hot, here, gib(alone.link_bytes), *speeds[: len(header) - 4]])
+    blocks = [_folded(_speeds_said(plan, several), width), *_align(rows, width)]
     if any(row[-1].endswith(SLOWER) for row in rows):
-        why = (
-            "KV, or experts whose place it has got, come over the link; with fewer --sequences the others wait instead"
-        )
+        why = "a step of a few rows reads its weights more slowly than a step of one"
+        if linked:
+            why = "KV, or experts whose place it has got, come over the link; with fewer --sequences the others wait"
         blocks.append(_folded(f"{SLOWER} slower than one alone: all {several} run in every step, and {why}", width))
     return blocks
+
+
+def _speeds_said(plan: Plan, several: int) -> str:
+    said = "expected of decode; what lies on the devices and comes over the link in a step is of one sequence"
+    if several > 1:
+        said += f"; the speed of {several} sequences is that of all together, each at that context"
+    if plan.spec.ffn.is_moe:
+        said += "; routing that favours no expert" if plan.wishes.counts is None else "; routing as it was counted"
+    return said
 
 
 def _item_row(name: str, plan: Plan) -> list[str]:
