@@ -19,7 +19,8 @@ The table comes last, and is in FOLDER too, with the course of the training. Abo
 of 60 M parameters with learned routing; what it has learnt once can go on with other texts (--start):
 
     PYTHONPATH=src python3 tools/train_drafter.py demo-moe-Q4_K_M.gguf --device cuda:0 --out drafter --taps 1,4,7,10 \
-        --prompts prompts.jsonl --sequences 1024 --context 768 --write 140 --layers 5 --texts 128 --blocks 32 --train 300
+        --prompts prompts.jsonl --sequences 1024 --context 768 --write 140 --layers 5 \
+        --texts 128 --blocks 32 --train 300
 """
 
 from __future__ import annotations

@@ -154,9 +154,11 @@ def test_a_slot_holds_as_many_pages_as_the_plan_says_wherever_it_begins(
     planned = slot_pages(wishes, gpu(1 << 40), MixerSums(spec).of(spec.whole), pages)
     shapes = page_shapes(spec, spec.whole, kv_type)
     places = PagePlaces(next(iter(shapes.values())).page_bytes, len(shapes), pages + 1)
-    memory = DeviceMemory(places, 0, torch.device("meta"), state_slots(spec, spec.whole, slots))
+    states = state_slots(spec, spec.whole, slots)
+    memory = DeviceMemory(places, 0, torch.device("meta"), states)
     held = [len(memory.places_in_slot(slot)) for slot in range(slots)]
-    assert planned <= min(held) and max(held) <= planned + 1
+    most = states.slot_bytes // places.place_bytes  # what lies between tensors holds pages, too
+    assert planned <= min(held) and max(held) <= most
 
 
 @laws

@@ -113,7 +113,7 @@ def plan_numbers(
 
     def plan_for(sequences: int) -> Plan:
         plan = make_plan(machine, spec, sizes, wishes_of(sequences))
-        if config.live_memory is not None or not plan.wishes.lends or _lends_everywhere(plan):
+        if config.live_memory is not None or not plan.wishes.lends or plan.lends_everywhere:
             return plan
         fixed = make_plan(machine, spec, sizes, replace(plan.wishes, lends=False))
         why = "KV does not grow into the slots of experts: RAM is short of a copy of those it would take (--ram)"
@@ -129,12 +129,6 @@ def plan_numbers(
         if way is None:
             raise
         raise DoesNotFit(f"{error}; {way}") from error
-
-
-def _lends_everywhere(plan: Plan) -> bool:
-    """Whether KV can grow on every GPU that has cold experts: a small pool which cannot would be read over PCIe."""
-    lends = [bool(stage.lendable) for stage in plan.stages if stage.cold and not stage.device.host]
-    return bool(lends) and all(lends)
 
 
 def _has_cold_on_gpus(plan: Plan) -> bool:

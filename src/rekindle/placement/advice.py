@@ -245,7 +245,12 @@ def way_out(machine: Machine, spec: ModelSpec, sizes: Sizes, wishes: Wishes) -> 
 
 
 def _try(placer: Placer, wishes: Wishes, base: Plan | None) -> Plan | None:
-    """Other wishes on the same machine; where RAM is short the split of the base does."""
+    """Other wishes on the same machine; where RAM is short the split of the base does. Where slots are lent and experts
+    are not, RAM was short of copies of them, which other wishes may leave room for."""
+    if wishes.lends_slots and not wishes.lends:
+        lending = _try(placer, replace(wishes, lends=True), base)
+        if lending is not None and lending.lends_everywhere:
+            return lending
     try:
         return Placer(placer.machine, placer.spec, placer.sizes, wishes).place(base.spans if base else None)
     except DoesNotFit:

@@ -302,6 +302,12 @@ class Plan:
         return any(stage.pool_may_fill for stage in self.stages)
 
     @property
+    def lends_everywhere(self) -> bool:
+        """Whether KV can grow on every GPU that has cold experts: a small pool which cannot would be read over PCIe."""
+        lends = [bool(stage.lendable) for stage in self.stages if stage.cold and not stage.device.host]
+        return bool(lends) and all(lends)
+
+    @property
     def host_total(self) -> int:
         return sum(item.bytes for item in self.host_items)
 
