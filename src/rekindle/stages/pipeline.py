@@ -216,16 +216,21 @@ class Pipeline:
                 result.set_exception(error)
 
     def _begin(self, holder: StateHolder, slot: int) -> Callable[[], Sequence[Part]]:
+        if not isinstance(holder, BeginsCapture):
+            parts = self._captured(holder, slot)
+            return lambda: parts
         if any(holder is stage for stage in self.stages):
-            return _begin_capture(holder, slot)
+            return holder.begin_capture(slot)
         nothing: Callable[[], Sequence[Part]] = tuple
         if self.drafter is None:
             return nothing
-        finish = self._drafted(lambda: _begin_capture(holder, slot), nothing)
+        finish = self._drafted(lambda: holder.begin_capture(slot), nothing)
         return lambda: self._drafted(finish, ())
 
     def _captured(self, holder: StateHolder, slot: int) -> Sequence[Part]:
-        return self._begin(holder, slot)()
+        if any(holder is stage for stage in self.stages):
+            return holder.capture(slot)
+        return () if self.drafter is None else self._drafted(lambda: holder.capture(slot), ())
 
     def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
         """All stages take their layers, or none does: first each one checks, then each one adopts."""
@@ -310,13 +315,6 @@ class Pipeline:
 def _poll_experts(holder: StateHolder) -> None:
     if isinstance(holder, InProcess):
         holder.poll_experts()
-
-
-def _begin_capture(holder: StateHolder, slot: int) -> Callable[[], Sequence[Part]]:
-    if isinstance(holder, BeginsCapture):
-        return holder.begin_capture(slot)
-    parts = holder.capture(slot)  # a holder elsewhere has one step for all
-    return lambda: parts
 
 
 def _close(holder: StateHolder, slot: int) -> None:
