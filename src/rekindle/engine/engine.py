@@ -194,11 +194,6 @@ class Engine:
             draining=self._inbox.draining,
         )
 
-    @property
-    def busy(self) -> bool:
-        """Whether some sequence runs."""
-        return bool(self._roster.running)
-
     def degrade(self, reason: str) -> None:
         """Go on answering, but capture and publish nothing more: the loaded weights are no longer those of the file."""
         self._degraded = reason
@@ -259,6 +254,11 @@ class Engine:
         self._endings.cancel_all()
         self._publisher.drain()
         self._endings.give_up_kept()
+
+    @property
+    def busy(self) -> bool:
+        """Whether some sequence runs. From any thread."""
+        return bool(self._roster.running)
 
     def _is_idle(self) -> bool:
         """Whether nothing can be done until a command arrives. Idle time is used for captures, then for an audit."""

@@ -158,10 +158,13 @@ class HostCopies:
             fetch_pages(targets, sources, nbytes)
             _copy_to_slabs(to, self._gathered)
 
+    def take_live(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the tensors hold now, though the next step overwrites them; complete once `ready` is."""
+        return self.copy_live(tensors).to_host()
+
     def copy_live(self, tensors: Sequence[torch.Tensor]) -> LiveCopy:
-        """What the tensors hold now, though the next step overwrites them, copied on the device alone: what is to be
-        done for the host takes the caller longer, and may wait. Tensors of one shape are copied together, since a
-        launch for each would cost more than the copies."""
+        """The same, copied on the device alone: what is to be done for the host takes the caller longer, and may wait.
+        Tensors of one shape are copied together, since a launch for each would cost more than the copies."""
         if not self.pinned:
             return LiveCopy([tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors])
         alike: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
@@ -270,7 +273,7 @@ class HostCopies:
         """Host memory to the device, (to, from) each, on the current stream. Tensors of one shape that lie side by
         side, as captures leave them, go over in one copy: calls cost the caller more than bytes."""
         ordinary = list[Pair]()
-        for run in _side_by_side(pairs):
+        for run in _side_by_side(pairs) if self.pinned else [[pair] for pair in pairs]:
             first = run[0][1]
             if self.pinned and first.nbytes and not first.is_pinned():
                 ordinary += run

@@ -168,6 +168,11 @@ class Layout:
         self._write(self.shape.cut(host.numpy()), batch, pages)
         self.packed.copy_(host, non_blocking=True)
 
+    @property
+    def _last_position(self) -> int:
+        """That a table of this width holds."""
+        return self.shape.width * PAGE - 1
+
     def _write(self, fields: Fields[np.ndarray], batch: Batch | None, pages: Sequence[SegmentPages]) -> None:
         segments = batch.segments if batch is not None else ()
         rows, count, total = self.shape.rows, len(segments), len(self.shape.lengths)
@@ -187,8 +192,7 @@ class Layout:
         fields.row_segments[:] = numbers
         positions = firsts[numbers] + np.arange(rows) - starts[numbers]
         # Of padding there may be more rows than a sequence has positions: they stay inside its table.
-        inside = np.minimum(positions, self.shape.width * PAGE - 1)
-        fields.row_positions[:] = np.where(numbers < count, positions, inside)
+        fields.row_positions[:] = np.where(numbers < count, positions, np.minimum(positions, self._last_position))
         fields.row_places[:] = fields.row_positions - skipped[numbers] * PAGE
         fields.slots[:] = [*(segment.slot for segment in segments), *[self._scratch_slot] * more]
         for group, tables in enumerate(fields.tables):
