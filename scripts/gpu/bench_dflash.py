@@ -5,7 +5,7 @@
 Weights are random, of target and drafter. So that it is known what the target will say, logits are raised at the tokens
 of a random text; and so that acceptance is known, the drafter makes its whole pass and its tokens are replaced by those
 of the text, every N-th of which it does not know: N tokens then come of a block and the target's own token. 0: it is
-never right. First cold, then with the prompt restored from disk; plain decode too, since a capture and a restore take
+never right; rests: it reads features and is never asked, which is what it costs at least. First cold, then with the prompt restored from disk; plain decode too, since a capture and a restore take
 some time of the steps behind them. Medians of --rounds rounds, in turns. A short table comes last, and the same as
 JSON.
 """
@@ -43,7 +43,7 @@ from rekindle.spec import PAGE, ModelSpec
 from rekindle.speculative.context import DrafterContext, layers_read
 from rekindle.speculative.files import DrafterFile
 from rekindle.speculative.spec import ConvSpec, DrafterSpec, DraftLayer, SelectorSpec, default_taps
-from rekindle.speculative.width import MOST
+from rekindle.speculative.width import MOST, Purse
 from rekindle.stages import LocalStage, Pipeline
 from rekindle.stages.types import PendingTokens, StageOutput, Unseen
 from rekindle.weights import TensorInfo, open_weights
@@ -222,22 +222,26 @@ class Bench:
         gc.freeze()  # as a server does: else a collection amid an answer looks at all that torch brings …
         sys.setswitchinterval(0.0005)  # … and the listener may keep the token loop waiting
 
-    def engine(self, drafts: bool, folder: Path | None = None) -> Engine:
+    def engine(self, drafts: bool, folder: Path | None = None, rests: bool = False) -> Engine:
         disk = None if folder is None else DiskStore(folder, "f" * 64, 1 << 40)
         pipeline = Told(self.stage, self.text, self.drafter if drafts else None)
         settings = replace(self.settings, drafts=Drafts(model="dflash", off=None) if drafts else NO_DRAFTS)
-        return Engine(pipeline, PrefixCache(local_tiers(0, disk)), settings).start()
+        engine = Engine(pipeline, PrefixCache(local_tiers(0, disk)), settings)
+        if rests:
+            engine._measures.purses["dflash"] = purse = Purse()
+            purse.settle(cost=1e9, accepted=0)  # it can afford no block
+        return engine.start()
 
     def runs(self, accepts: Sequence[float], rounds: int, folder: Path | None = None) -> dict[str, Run]:
-        """By what is accepted, and "plain"; of each the run whose speed is the median."""
+        """By what is accepted, "plain" and "rests"; of each the run whose speed is the median."""
         found: dict[str, list[Run]] = {}
-        for accept in (None, *accepts) * rounds:
-            self.drafter.begin(accept or 0)
-            engine = self.engine(drafts=accept is not None, folder=folder)
+        for name in ("plain", "rests", *(f"{accept:g}" for accept in accepts)) * rounds:
+            self.drafter.begin(0 if name in ("plain", "rests") else float(name))
+            engine = self.engine(drafts=name != "plain", folder=folder, rests=name == "rests")
             run = self.run(engine)
             end(engine)
             run = replace(run, passes=self.drafter.passes, pass_ms=self.drafter.milliseconds())
-            found.setdefault("plain" if accept is None else f"{accept:g}", []).append(run)
+            found.setdefault(name, []).append(run)
         return {name: sorted(its, key=lambda run: run.speed)[len(its) // 2] for name, its in found.items()}
 
     def warm_up(self) -> None:
