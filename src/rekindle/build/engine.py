@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rekindle.build")
 
+PAUSED_GAP, SHORTER_GAP = 20, 50  # milliseconds that answers may pause for prompts, where nobody says how many
+
 
 def build_engine(
     config: Config,
@@ -198,12 +200,21 @@ def _engine_settings(
         context=plan.wishes.context,
         queue=config.queue,
         grid=plan.wishes.chunk,
-        max_gap=config.max_gap / 1000 if _takes_turns(plan) else None,
+        max_gap=_max_gap(config, plan),
         audit=config.audit,
         drawable=model.spec.drawable,
         drafts=drafts_of(config, devices, drafter),
         measure_drafts=True,
     )
+
+
+def _max_gap(config: Config, plan: Plan) -> float | None:
+    """Seconds that answers may pause for prompts, where chunks and steps take turns. With one stage a chunk pauses for
+    their steps and keeps its length; with several it is made shorter, which costs the prompt more."""
+    if not _takes_turns(plan):
+        return None
+    own = PAUSED_GAP if len(plan.stages) == 1 else SHORTER_GAP
+    return (own if config.max_gap is None else config.max_gap) / 1000
 
 
 def _takes_turns(plan: Plan) -> bool:

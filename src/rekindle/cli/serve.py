@@ -62,12 +62,13 @@ def serve(
     ] = DEFAULTS.queue,
     grid: options.Grid = None,
     max_gap: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="On GPUs: milliseconds that answers may pause for a chunk of another request's prompt (a target; "
-            "longer while several prompts wait)."
+            help="On GPUs: milliseconds that answers may pause for another request's prompt (a target; longer while "
+            "several prompts wait, and where a decode step takes longer than half of it). If left out 20, with several "
+            "devices 50."
         ),
-    ] = DEFAULTS.max_gap,
+    ] = None,
     dtype: options.Dtype = None,
     kv_type: options.KvType = None,
     kv_mode: options.KvMode = "exact",

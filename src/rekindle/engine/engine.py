@@ -17,7 +17,6 @@ roster knows every live sequence (sequence, state); router shares requests among
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,7 @@ from rekindle.engine.audit import Auditor
 from rekindle.engine.audit_runs import AuditRuns
 from rekindle.engine.drafting import NO_DRAFTS, Drafts, Measures, Proposer
 from rekindle.engine.endings import Endings
-from rekindle.engine.flight import Flight
+from rekindle.engine.flight import Flights
 from rekindle.engine.inbox import Inbox
 from rekindle.engine.intake import make_sequence
 from rekindle.engine.kept_slots import KeptSlots
@@ -103,13 +102,12 @@ class Engine:
         behind = partial(launch_behind, pipeline.propose_behind, device=pipeline.logits_device)
         proposer = Proposer(ask, costs, *((ahead, behind) if pipeline.drafts_ahead else ()))
         reach = drafter.reach if drafter is not None else 0
-        scheduler = Scheduler(
-            grid, pipeline.depth, async_steps, pace, None if pipeline.on_cpu else BLOCK_ROWS, proposer, reach
-        )
+        block_rows, pausing = None if pipeline.on_cpu else BLOCK_ROWS, pace is not None and pipeline.pauses
+        scheduler = Scheduler(grid, pipeline.depth, async_steps, pace, block_rows, proposer, reach, pausing)
         on_cpu = all(stage.device == "cpu" for stage in pipeline.stages)
 
         self._totals = Totals()
-        self._flights: deque[Flight] = deque()  # the launcher appends, the collector takes the oldest
+        self._flights = Flights()  # the launcher appends, the collector takes the oldest
         self._inbox = inbox = Inbox(settings.queue)
         self._roster = roster = Roster(pipeline.slots, scheduler, KeptSlots(prefixes.held))
         self._publisher = publisher = Publisher(pipeline, prefixes, grid)
@@ -240,8 +238,8 @@ class Engine:
     def _step(self) -> None:
         self._endings.cancel_marked()
         self._admission.admit()
-        while (step := self._launcher.schedule()) is not None:
-            self._launcher.launch(step)
+        while self._launcher.launch_next():
+            pass
         self._collector.let_go()
         self._collector.collect()
         if self._roster.running:  # the device has its next step; without one, a request may come any moment
@@ -250,6 +248,7 @@ class Engine:
 
     def _wind_up(self) -> None:
         """The end: results under way are collected, every request gets its last event, captures are published."""
+        self._launcher.end_pause()
         self._collector.collect_all()
         self._endings.cancel_all()
         self._publisher.drain()

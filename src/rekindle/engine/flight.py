@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from rekindle.engine.token_counts import TokenCounts
 from rekindle.engine.types import Sampling
 from rekindle.grammar.guide import Mask
 from rekindle.stages import StageOutput
+from rekindle.stages.paused import PausedForward
 from rekindle.stages.types import Unseen
 
 log = logging.getLogger("rekindle.engine")
@@ -89,7 +91,60 @@ class Outcome(NamedTuple):
     failure: Exception | None  # why the last of them could not be drawn
 
 
-class Flight:
+class Flights(deque["Flight | ChunkPart"]):
+    """Steps on their way, oldest first, and the chunk that pauses, if there is one: its last part joins them."""
+
+    begun: BegunChunk | None = None
+
+    def clear(self) -> None:
+        super().clear()
+        self.begun = None
+
+
+@dataclass(frozen=True, slots=True)
+class BegunChunk:
+    """A chunk whose layers run in parts; its owners stand behind it already."""
+
+    batch: Batch
+    owners: tuple[LiveSequence, ...]
+    forward: Future[PausedForward]
+
+
+class _Enqueued:
+    """Work that the device has been given."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self._passed: torch.cuda.Event | None = None
+
+    def mark(self, device: torch.device) -> None:
+        """All kernels of it have been enqueued on the device by now."""
+        if device.type == "cuda":
+            self._passed = torch.cuda.Event()
+            self._passed.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Until the device has run them: else the host could enqueue all of a prompt, and a request that comes next
+        would wait for the last chunk of it."""
+        if self._passed is not None:
+            self._passed.synchronize()
+
+
+class ChunkPart(_Enqueued):
+    """Some layers of a chunk, and not its last ones: nothing comes of them yet."""
+
+    failed = waits = False
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__()
+        self.batch = batch
+        self.share = 0.0  # of the chunk's layers
+
+    def enqueue_draw(self, device: torch.device) -> None:
+        """Nothing is drawn."""
+
+
+class Flight(_Enqueued):
     """One batch, whose segments belong to `owners`. A token is drawn for each owner whose prompt the batch completes,
     and for each that decodes; after every row of a block."""
 
@@ -101,10 +156,14 @@ class Flight:
         launched: float | None = None,
         ahead: Ahead | None = None,
         draw_all: Draw = draw,
+        share: float = 1.0,
     ) -> None:
         """launched: when the batch was handed over; a pipeline of this thread has run it by now. ahead: what its blocks
-        hold, where they were handed over before the host knew it. draw_all: draws all rows at once."""
+        hold, where they were handed over before the host knew it. draw_all: draws all rows at once. share: of its
+        layers, where others ran before."""
+        super().__init__()
         self._draw_all = draw_all
+        self.share = share
         self.batch = batch
         self.owners = owners
         self.output = output
@@ -115,9 +174,7 @@ class Flight:
         self._counts = [len(rows) for rows in by_segment]  # of rows drawn, by segment
         self.drawn: DrawnTokens | None = None
         self.failures: dict[int, Exception] = {}  # by row of `drawing`: why this row could not be drawn
-        self.began = time.monotonic()
         self.launched = self.began if launched is None else launched
-        self._passed: torch.cuda.Event | None = None
 
     def enqueue_draw(self, device: torch.device) -> None:
         """Let the device draw after the forward, while the host does other things. Rows with a grammar wait for the
@@ -125,24 +182,12 @@ class Flight:
         ready = self.output.done() and self.output.exception() is None
         if ready and self._passed is None and not self.waits:
             self.draw()
-            self._mark(device)
+            self.mark(device)
 
     @property
     def waits(self) -> bool:
         """Whether a row's grammar has not seen all tokens before it."""
         return any(row.waits for row in self.drawing)
-
-    def _mark(self, device: torch.device) -> None:
-        """All kernels of the batch have been enqueued on the device by now."""
-        if device.type == "cuda":
-            self._passed = torch.cuda.Event()
-            self._passed.record(torch.cuda.current_stream(device))
-
-    def wait(self) -> None:
-        """Until the device has run them: else the host could enqueue all of a prompt, and a request that comes next
-        would wait for the last chunk of it."""
-        if self._passed is not None:
-            self._passed.synchronize()
 
     @property
     def failed(self) -> bool:

@@ -1,22 +1,23 @@
 """Batches into the pipeline: what the scheduler chooses and the free pages can take.
 
 If pages are short kept slots are given up; if that is not enough, and nothing in flight will free any, the youngest
-sequence is preempted.
+sequence is preempted. A chunk beside answers runs in parts, in turns with their steps.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 import numpy as np
 
 from rekindle.batch import PENDING, Batch
 from rekindle.engine.ahead import Ahead
 from rekindle.engine.endings import Endings
-from rekindle.engine.flight import Flight
+from rekindle.engine.flight import BegunChunk, ChunkPart, Flight, Flights
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.roster import Roster
 from rekindle.engine.sampler import Draw, draw
@@ -25,10 +26,13 @@ from rekindle.engine.sequence import Sequence
 from rekindle.engine.types import FinishReason
 from rekindle.snapshots.types import Snapshot
 from rekindle.spec import PAGE
-from rekindle.stages import PageCount, Pipeline
+from rekindle.stages import PageCount, Pipeline, StageOutput
+from rekindle.stages.paused import PausedForward
 from rekindle.stages.types import PendingTokens
 
 log = logging.getLogger("rekindle.engine")
+
+T = TypeVar("T")
 
 
 class FreePages:
@@ -60,7 +64,7 @@ class Launcher:
         self,
         pipeline: Pipeline,
         scheduler: Scheduler,
-        flights: deque[Flight],
+        flights: Flights,
         roster: Roster,
         publisher: Publisher,
         endings: Endings,
@@ -75,31 +79,97 @@ class Launcher:
         self._grid = grid
         self.draw: Draw = draw
 
-    def schedule(self) -> Step | None:
-        """The next step; None if enough is in flight, nothing is to be run, or nothing fits until results are back."""
+    def launch_next(self) -> bool:
+        """Launch the next step, or the next parts of a chunk that pauses; False if enough is in flight, nothing is to
+        be run, or nothing fits until results are back."""
         while self._may_launch():
             pages = self._free_pages()
             decoding = [s for s in self._roster.running if s.decoding and not s.cancelled]
-            step = self._scheduler.next_batch(decoding, pages.fit)
-            if step is not None or not pages.short or self._flights:
-                return step
+            if (begun := self._flights.begun) is not None:
+                step = self._scheduler.between_parts(decoding, pages.fit)
+                if step is None:
+                    self._run_parts(begun, decoding)
+                    return True
+            else:
+                step = self._scheduler.next_batch(decoding, pages.fit)
+            if step is not None:
+                self.launch(step)
+                return True
+            if not pages.short or self._flights:
+                return False
             self.preempt_youngest()
-        return None
+        return False
 
     def launch(self, step: Step) -> None:
         """Hand the step to the pipeline, and ask for captures where its chunks reach a boundary."""
-        (batch, owners, ahead), launched = step, time.monotonic()
+        if step.pauses:
+            self._begin(step)
+            return
+        (batch, owners, ahead, _), launched = step, time.monotonic()
         output = self._pipeline.forward(batch, self._pending_of(step))
         began = launched if ahead is None else ahead.began
         flight = Flight(batch, tuple(owners), output, began, ahead, self.draw)
+        self._draw(flight)
+        self._stand_behind(step)
+        self._add(flight)
+
+    def _draw(self, flight: Flight) -> None:
         flight.enqueue_draw(self._pipeline.logits_device)
         self._go_on(flight)
-        for segment, sequence in zip(batch.segments, owners, strict=True):
-            sequence.advance(segment.end, alone=len(owners) == 1, grid=self._grid)
+
+    def _stand_behind(self, step: Step) -> None:
+        """From now on its owners' state ends where the step does."""
+        for segment, sequence in zip(step.batch.segments, step.owners, strict=True):
+            sequence.advance(segment.end, alone=len(step.owners) == 1, grid=self._grid)
+            sequence.draft.learn(sequence.tokens)
+
+    def _add(self, flight: Flight) -> None:
+        """All of it is enqueued: the state can be captured."""
+        for sequence in flight.owners:
             if sequence.prefilling:
                 self._capture_at_boundary(sequence)
-            sequence.draft.learn(sequence.tokens)
         self._flights.append(flight)
+
+    # Chunks that pause
+
+    def _begin(self, step: Step) -> None:
+        pending = self._pending_of(step)
+        forward = _called(lambda: self._pipeline.begin(step.batch, pending))
+        self._stand_behind(step)
+        begun = BegunChunk(step.batch, tuple(step.owners), forward)
+        self._flights.begun = begun
+        decoding = [s for s in self._roster.running if s.decoding and not s.cancelled]
+        self._run_parts(begun, decoding)
+
+    def _run_parts(self, begun: BegunChunk, decoding: list[Sequence]) -> None:
+        """As many as may run before the next step of those who answer."""
+        part = ChunkPart(begun.batch)
+        ran = _called(lambda: self._run_some(begun.forward.result(), part, decoding))
+        if ran.exception() is None and not ran.result():
+            part.mark(self._pipeline.logits_device)
+            self._flights.append(part)
+            return
+
+        def output() -> StageOutput:
+            ran.result()  # raises what went wrong
+            return begun.forward.result().result()
+
+        self._flights.begun = None
+        flight = Flight(begun.batch, begun.owners, _called(output), part.began, None, self.draw, part.share)
+        self._draw(flight)
+        self._add(flight)
+
+    def _run_some(self, forward: PausedForward, part: ChunkPart, decoding: list[Sequence]) -> bool:
+        """Whether these were the last."""
+        parts = min(forward.left, self._scheduler.parts(part.batch, forward.parts, decoding))
+        part.share = 1.0 if forward.parts == 1 else parts / forward.parts  # 0: the stage itself had to go on
+        forward.go_on(parts)
+        return not forward.left
+
+    def end_pause(self) -> None:
+        """The rest of a chunk that pauses, at once."""
+        if (begun := self._flights.begun) is not None:
+            self._run_parts(begun, [])
 
     def _go_on(self, flight: Flight) -> None:
         """Draft what follows its block, while the device is busy with that."""
@@ -141,14 +211,14 @@ class Launcher:
     def _pending_of(self, step: Step) -> PendingTokens | None:
         """Rows whose token the host does not know yet take it, on the device, from what the last flight draws; those of
         blocks from what is drafted."""
-        batch, owners, ahead = step
+        batch, owners, ahead, _ = step
         if ahead is not None:
             return pending_blocks(batch, ahead)
         rows = [row for row, segment in batch.row_starts() if segment.tokens == (PENDING,)]
         if not rows:
             return None
         last = self._flights[-1]
-        assert last.drawn is not None, "the step before has not drawn"
+        assert isinstance(last, Flight) and last.drawn is not None, "the step before has not drawn"
         waiting = [owner for segment, owner in zip(batch.segments, owners, strict=True) if segment.tokens == (PENDING,)]
         drawn_for = [row.owner for row in last.drawing]
         return PendingTokens(last.drawn.tokens, tuple(rows), tuple(drawn_for.index(owner) for owner in waiting))
@@ -172,5 +242,18 @@ def pending_blocks(batch: Batch, ahead: Ahead) -> PendingTokens | None:
     return PendingTokens(ahead.tokens, *map(tuple, zip(*pairs, strict=True))) if pairs else None
 
 
-def _pages_of(flight: Flight) -> int:
+def _pages_of(flight: Flight | ChunkPart) -> int:
+    """A chunk that pauses has had its pages since it began."""
+    if isinstance(flight, ChunkPart):
+        return 0
     return sum(-(-s.end // PAGE) - -(-s.position // PAGE) for s in flight.batch.segments)
+
+
+def _called(call: Callable[[], T]) -> Future[T]:
+    """What comes of it, or the error, which is then its owners'."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(call())
+    except Exception as error:
+        future.set_exception(error)
+    return future

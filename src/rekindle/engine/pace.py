@@ -1,4 +1,7 @@
-"""How long a prefill chunk may be while other sequences answer: the gap between two of their tokens has a target.
+"""What a prefill chunk may take while other sequences answer: the gap between two of their tokens has a target.
+
+A chunk that can pause between its layers has its full length, and so many of its parts run between two steps as fit.
+Others are made shorter, though each of them reads all weights.
 
 A longer context or another program makes chunks of all sizes slower, so what is remembered of sizes is how they
 compare: what twice the rows take. How fast the machine is now, the last chunk says.
@@ -16,7 +19,7 @@ MOST_DOUBLED = 2.2  # that is believed; the least is as long
 HALVED = 0.75  # half the rows must not take more, or the prompt would wait twice as long for next to nothing
 NEW = 0.5  # weight of what was measured last, beside what was known
 FADE = 0.99  # of what is known beside the usual, with every chunk: the machine may have had other work just then
-MOST_STRETCHED = 4.0  # what the target may become while many prompts wait
+MOST_STRETCHED = 4  # times the target, while many prompts wait
 
 
 class Pace:
@@ -39,10 +42,11 @@ class Pace:
     def note_step(self, seconds: float) -> None:
         self._step = seconds
 
-    def note_chunk(self, rows: int, seconds: float) -> None:
-        """Chunks of other sizes, which ended early at a boundary, say nothing."""
+    def note_chunk(self, rows: int, seconds: float, share: float = 1.0) -> None:
+        """share: of its layers, that ran. Chunks of other sizes, which ended early at a boundary, say nothing."""
         if rows not in self._sizes:
             return
+        seconds /= share
         self._doubled = {size: DOUBLED + FADE * (known - DOUBLED) for size, known in self._doubled.items()}
         if self._last is not None and self._last[0] != rows:
             (less, short), (more, long) = sorted([self._last, (rows, seconds)])
@@ -53,18 +57,30 @@ class Pace:
         least, most = self._range if self._last is not None else (rows, rows)
         self._last, self._range = (rows, seconds), (min(least, rows), max(most, rows))
 
-    def rows(self, waiting: int = 1, answering: int = 1) -> int:
-        """Of the next chunk, while `waiting` prompts want one and so many sequences answer. Every further prompt
-        stretches the target by its share: of many that come at once most would wait for the sake of a few."""
+    def rows(self, waiting: int = 1) -> int:
+        """Of the next chunk, while `waiting` prompts want one."""
         if self._last is None:
             return self._first
-        stretched = min(MOST_STRETCHED, 1 + (waiting - 1) / max(1, answering))
-        room = self.max_gap * stretched - self._step
+        room = self._room(waiting)
         # No further than one size beyond what was measured.
         least = max(self._least_useful(), min(self._first, self._range[0] // 2))
         most = max(least, 2 * self._range[1])
         fitting = [size for size in self._sizes if least <= size <= most and self._expected(size) <= room]
         return max(fitting, default=least)
+
+    def parts(self, rows: int, parts: int, waiting: int = 1) -> int:
+        """How many of a chunk's parts run between two steps: at least for as long as a step, else the prompt would take
+        more than twice its time."""
+        if self._last is None:
+            return 1
+        size = next((size for size in self._sizes if size >= rows), self._sizes[-1])
+        room = max(self._step, self._room(waiting))
+        return max(1, min(parts, int(parts * room / self._expected(size))))
+
+    def _room(self, waiting: int) -> float:
+        """Seconds between two steps that chunks may have. Every prompt that waits adds the target once more: of many
+        that come at once most would else wait for the sake of a few answers."""
+        return self.max_gap * min(MOST_STRETCHED, waiting) - self._step
 
     def _least_useful(self) -> int:
         """The smallest size down to which every halving makes chunks shorter."""

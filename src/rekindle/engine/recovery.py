@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rekindle.engine.endings import Endings
-from rekindle.engine.flight import Flight
+from rekindle.engine.flight import Flights
 from rekindle.engine.inbox import Inbox
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.roster import Roster
@@ -23,7 +22,7 @@ class Recovery:
     def __init__(
         self,
         pipeline: Pipeline,
-        flights: deque[Flight],
+        flights: Flights,
         roster: Roster,
         publisher: Publisher,
         endings: Endings,

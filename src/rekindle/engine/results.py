@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence as Sequential
 
 from rekindle.batch import Wanted
@@ -11,7 +10,7 @@ from rekindle.engine.account import Totals
 from rekindle.engine.ahead import PassBehind
 from rekindle.engine.audit_runs import AuditRuns
 from rekindle.engine.endings import Endings
-from rekindle.engine.flight import Flight, Outcome, Result
+from rekindle.engine.flight import ChunkPart, Flight, Flights, Outcome, Result
 from rekindle.engine.pace import Pace
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.roster import Roster
@@ -30,7 +29,7 @@ class Collector:
     def __init__(
         self,
         pipeline: Pipeline,
-        flights: deque[Flight],
+        flights: Flights,
         roster: Roster,
         publisher: Publisher,
         audits: AuditRuns,
@@ -57,7 +56,8 @@ class Collector:
     def collect(self) -> None:
         """The oldest flight's results, if one is under way. Raises StageLost if it was lost with a stage."""
         if self._flights:
-            self._collect(self._flights.popleft())
+            oldest = self._flights.popleft()
+            self._pass(oldest) if isinstance(oldest, ChunkPart) else self._collect(oldest)
         if self._flights:
             self._flights[0].enqueue_draw(self._pipeline.logits_device)
 
@@ -80,6 +80,11 @@ class Collector:
             assert first is not None, "the first token is drawn before the state is restored"
             sequence.ending = self._accept_token(sequence, *first.on_host())
             self._go_on([sequence])
+
+    def _pass(self, part: ChunkPart) -> None:
+        part.wait()
+        began, self._last_back = max(part.began, self._last_back), time.monotonic()
+        self._note_chunk(part, self._last_back - began)
 
     def _collect(self, flight: Flight) -> None:
         error = flight.output.exception()
@@ -143,8 +148,13 @@ class Collector:
         if self._pace is not None:
             if flight.batch.rows == len(flight.batch.segments):
                 self._pace.note_step(self._last_back - began)
-            elif not flight.batch.rewindable and fills_its_step(flight.batch):
-                self._pace.note_chunk(flight.batch.rows, self._last_back - began)
+            elif not flight.batch.rewindable:
+                self._note_chunk(flight, self._last_back - began)
+
+    def _note_chunk(self, chunk: Flight | ChunkPart, seconds: float) -> None:
+        """Of a part as of a whole; one that the stage itself had run before has taken no time."""
+        if self._pace is not None and chunk.share and fills_its_step(chunk.batch):
+            self._pace.note_chunk(chunk.batch.rows, seconds, chunk.share)
 
     # Rows
 

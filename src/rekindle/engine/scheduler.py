@@ -5,9 +5,9 @@ more than the budget asks for, and a long prefill never stalls the streams of ot
 
 On GPUs chunks and decode rows take turns instead (the scheduler has a Pace): either is a recorded step then, which
 costs the host next to nothing, and a chunk alone in its batch has the bits of a cold run. Short chunks of several
-prompts share a step, since it reads the weights once for all of them. While others answer, chunks are shorter, so that
-the gap in their answers stays below a target; an edge that comes of it lies off the grid, and the manifest records it
-like every other cut.
+prompts share a step, since it reads the weights once for all of them. While others answer, a chunk pauses between its
+layers for their steps, so that the gap in their answers stays below a target. Where stages cannot pause, chunks are
+shorter instead; an edge that comes of it lies off the grid, and the manifest records it like every other cut.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Step(NamedTuple):
     batch: Batch
     owners: list[Sequence]  # of the batch's segments, in order
     ahead: Ahead | None = None  # what blocks hold, where the host does not know it yet
+    pauses: bool = False  # a chunk, between whose layers others' steps are to run
 
 
 class Scheduler:
@@ -47,7 +48,9 @@ class Scheduler:
         block_rows: int | None = None,
         proposer: Proposer | None = None,
         reach: int = 0,
+        pausing: bool = False,
     ) -> None:
+        """pausing: chunks can pause between their layers."""
         self.grid = grid
         self.depth = depth  # batches that keep every stage busy
         self.async_steps = async_steps  # steps launched before the token of the last one is known
@@ -55,6 +58,7 @@ class Scheduler:
         self.block_rows = block_rows  # of all blocks of a batch together, where they are bounded
         self.proposer = proposer or Proposer()
         self._reach = reach  # positions of which a drafter reads features; 0: there is none
+        self._pausing = pausing
         self._chunk_was_last = False
         self._prefilling: deque[Sequence] = deque()  # turns are taken in order, one chunk each; short ones may go along
 
@@ -87,6 +91,21 @@ class Scheduler:
         self._chunk_was_last = step is not None
         return step or _step(*self._rows_that_fit(rows, fits, drafts))
 
+    def between_parts(self, decoding: list[Sequence], fits: Fits) -> Step | None:
+        """The next step while a chunk pauses; None where it is the chunk's turn."""
+        step = None
+        if self._chunk_was_last:
+            step = _step(*self._rows_that_fit(self._decode_turn(decoding), fits, self._may_draft(decoding)))
+        self._chunk_was_last = step is None
+        return step
+
+    def parts(self, batch: Batch, parts: int, decoding: list[Sequence]) -> int:
+        """How many parts of such a chunk run before the next step of those who answer."""
+        if self.pace is None or all(s.background for s in decoding):
+            return parts
+        others = sum(s.in_flight == 0 for s in self._chunk_turns(decoding))
+        return self.pace.parts(batch.rows, parts, len(batch.segments) + others)
+
     def _share(self, rows: list[Sequence], chunks: list[Sequence], fits: Fits, drafts: bool) -> Step | None:
         """Decode rows and chunks in one batch, chunks until they hold a grid's worth of tokens."""
         segments, ahead = self._rows_that_fit(rows, fits, drafts and not chunks)
@@ -103,9 +122,10 @@ class Scheduler:
         return _step(segments, ahead)
 
     def _next_chunks(self, chunks: list[Sequence], decoding: list[Sequence], pace: Pace, fits: Fits) -> Step | None:
-        """The next chunk, shorter while others answer; a short one takes those of other prompts along."""
-        answering = sum(not s.background for s in decoding)
-        longest = pace.rows(len(chunks), answering) if answering else self.grid
+        """The next chunk, which pauses while others answer or is shorter; a short one takes those of other prompts
+        along."""
+        beside_answers = any(not s.background for s in decoding)
+        longest = pace.rows(len(chunks)) if beside_answers and not self._pausing else self.grid
         segments: Segments = []
         for sequence, end in self._sharers(chunks, longest):
             if not fits(sequence, end):
@@ -114,7 +134,8 @@ class Scheduler:
         for _, sequence in segments:
             self._prefilling.remove(sequence)
             self._prefilling.append(sequence)
-        return _step(segments)
+        step = _step(segments)
+        return step if step is None else step._replace(pauses=self._pausing and beside_answers)
 
     def _sharers(self, chunks: list[Sequence], longest: int) -> list[tuple[Sequence, int]]:
         """The first sequence with its chunk's end, and others whose chunks go along in one step: not where padding to

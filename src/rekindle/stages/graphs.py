@@ -3,6 +3,9 @@
 A step is recorded per shape (rows and width of the page tables, both rounded up), before the first request or when it
 is first needed. Its inputs are static buffers that a layout fills; what a step computes is the code that runs a batch
 unrecorded. The recorder is a parameter: CUDA graphs on a GPU, or anything that runs the step again.
+
+A chunk is recorded in parts of a few layers each. Between two parts steps of other slots may be replayed, so a long
+chunk keeps nobody's answer waiting for longer than a part takes; all parts together have the bits of the whole.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -93,13 +97,18 @@ class _Step:
         logits: torch.Tensor | None,
         taps: Taps,
         features: torch.Tensor,
+        parts: Sequence[Sequence[HybridLayer]],
+        between: torch.Tensor | None,
     ) -> None:
         """logits: float32 [at least the shape's rows, vocab], where the head is part of the step. features: [taps, at
-        least the shape's rows, hidden]."""
+        least the shape's rows, hidden]. between: [at least the shape's rows, hidden], what one part leaves to the next;
+        None where there is only one."""
         self._model = model
         self._taps = taps
         self._state = state
         self._logits = logits
+        self._between = between
+        self.parts = parts
         self.features = features  # what leaves each tapped layer
         self.layout = layout
         self.host = HostBuffers((layout.shape.size,), model.device)
@@ -108,23 +117,75 @@ class _Step:
         if not model.is_first:
             shape = (layout.shape.rows, model.spec.hidden)
             self.hidden_in = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self.replay: Callable[[], None] = self.run
+        self.replays: list[Callable[[], None]] = []  # of the parts, once they are recorded
 
     def run(self) -> None:
-        self._run(self._model.layers)
+        for number in range(len(self.parts)):
+            self.run_part(number)
 
     def warm(self) -> None:
         """One layer of every kind: all kernels of the step."""
-        self._run(self._model.unlike_layers)
+        self._leave(*self._run(self._enter(), self._model.unlike_layers))
 
-    def _run(self, layers: Sequence[HybridLayer]) -> None:
-        x = self._model.enter(self.layout.tokens, self.hidden_in)
-        x, tapped = self._model.run(x, self.layout.ragged, self._state.layers, layers, self._taps)
-        if tapped:  # one launch for all; `warm` may leave tapped layers out
-            torch._foreach_copy_([room[: len(x)] for room in self.features[: len(tapped)]], tapped)
+    def run_part(self, number: int) -> None:
+        layers = self.parts[number]
+        entered = self._between[: self.layout.shape.rows] if number and self._between is not None else self._enter()
+        x, tapped = self._run(entered, layers)
+        first = sum(tap < layers[0].index for tap in self._taps)
+        if number + 1 < len(self.parts):
+            assert self._between is not None, "parts leave their output to the next one"
+            self._keep(tapped, first, len(x))
+            self._between[: len(x)].copy_(x)
+        else:
+            self._leave(x, tapped, first)
+
+    def _enter(self) -> torch.Tensor:
+        return self._model.enter(self.layout.tokens, self.hidden_in)
+
+    def _run(self, x: torch.Tensor, layers: Sequence[HybridLayer]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        return self._model.run(x, self.layout.ragged, self._state.layers, layers, self._taps)
+
+    def _keep(self, tapped: Sequence[torch.Tensor], first: int, rows: int) -> None:
+        """What left the tapped layers, from number `first` on: one launch for all."""
+        if tapped:
+            rooms = self.features[first : first + len(tapped)]  # fewer than the taps where `warm` leaves layers out
+            torch._foreach_copy_([room[:rows] for room in rooms], list(tapped))
+
+    def _leave(self, x: torch.Tensor, tapped: Sequence[torch.Tensor], first: int = 0) -> None:
+        self._keep(tapped, first, len(x))
         if self._logits is not None:
             self._logits[: x.shape[0]].copy_(self._model.leave(x))
         self.output = x if self._logits is None else self._logits
+
+
+class Replay:
+    """A recorded step over one batch, which is replayed part by part."""
+
+    def __init__(self, step: _Step, rows: int, with_features: bool, overwritten: bool) -> None:
+        """rows: of the batch. overwritten: whoever asks for the output takes it before the next step runs."""
+        self._step = step
+        self._rows = rows
+        self._with_features = with_features
+        self._overwritten = overwritten
+        self._done = 0
+
+    @property
+    def left(self) -> int:
+        """Parts that are still to be replayed."""
+        return len(self._step.replays) - self._done
+
+    def go_on(self, parts: int) -> None:
+        for replay in self._step.replays[self._done : self._done + parts]:
+            replay()
+        self._done = min(len(self._step.replays), self._done + parts)
+
+    def output(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """After the last part: hidden [rows, …], or logits in float32; and what left the tapped layers."""
+        self.go_on(self.left)
+        assert self._step.output is not None, "a step that ran has an output"
+        output = self._step.output[: self._rows]
+        features = self._step.features[:, : self._rows] if self._with_features else None
+        return (output if self._overwritten else output.clone()), features
 
 
 class RecordedSteps:
@@ -146,7 +207,8 @@ class RecordedSteps:
         self._scratch_page = scratch_page
         self._record = record
         self._taps = taps
-        self._features: dict[Taps, torch.Tensor] = {}  # of the last step: all steps write there
+        self._features: dict[tuple[Taps, bool], torch.Tensor] = {}  # of the last chunk, and of the last other step
+        self._between: torch.Tensor | None = None  # what parts of chunks leave to the next ones: one chunk at a time
         self._steps: dict[tuple[GraphShape, Taps], _Step] = {}  # by shape and taps, those used last behind
         self._run_once = set[tuple[bool, ...]]()  # kinds of steps that have run through all layers
         self._logits: torch.Tensor | None = None  # of the last step, whichever it was: all of them write there
@@ -154,7 +216,7 @@ class RecordedSteps:
         self._where = torch.zeros(2, dtype=torch.int32, device=model.device)  # slot and rows of a rewind
         self._where_host = HostBuffers((2,), model.device)
 
-    def run(
+    def begin(
         self,
         shape: GraphShape,
         batch: Batch,
@@ -162,10 +224,11 @@ class RecordedSteps:
         hidden: torch.Tensor | None,
         pending: PendingTokens | None,
         taps: Taps = (),
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Replay:
         """A batch that `shape` serves -> hidden [batch.rows, …], or logits in float32; later steps do not touch it. A
         chunk gives hidden in the last stage too, which the next step overwrites: the head takes its rows at once.
-        Beside it what left the tapped layers [taps, batch.rows, hidden], which the next step overwrites too.
+        Beside it what left the tapped layers [taps, batch.rows, hidden], which the next chunk overwrites, or the next
+        step that is none. No other chunk may begin before all parts of one have run.
         """
         step = self._step(shape, taps or self._taps)
         with step.host.next() as host:
@@ -175,11 +238,7 @@ class RecordedSteps:
         if step.hidden_in is not None:
             assert hidden is not None, "a stage that is not the first gets activations"
             step.hidden_in[: batch.rows].copy_(hidden, non_blocking=True)
-        step.replay()
-        assert step.output is not None, "a step that ran has an output"
-        output = step.output[: batch.rows]
-        features = step.features[:, : batch.rows] if taps else None
-        return (output if shape.is_chunk and self._model.is_last else output.clone()), features
+        return Replay(step, batch.rows, bool(taps), overwritten=shape.is_chunk and self._model.is_last)
 
     def make_ready(self, shape: GraphShape) -> None:
         """Record the step now if it is not yet."""
@@ -204,23 +263,43 @@ class RecordedSteps:
     def _make(self, shape: GraphShape, taps: Taps) -> _Step:
         """Recorded over padding alone, so that no slot's state moves."""
         layout = Layout(shape, self._model.device, self._scratch_slot, self._scratch_page)
+        parts = self._model.parts(shape.rows) if shape.is_chunk else (self._model.layers,)
         step = _Step(
-            self._model, self._state, layout, self._room_for_logits(shape), taps, self._room_for_features(taps)
+            self._model,
+            self._state,
+            layout,
+            self._room_for_logits(shape),
+            taps,
+            self._room_for_features(taps, shape),
+            parts,
+            self._room_between(shape.rows) if len(parts) > 1 else None,
         )
         with step.host.next() as host:
             layout.fill(None, (), host)
         # The first of its kind runs through all layers: some keep memory that is made when they first run, and what is
         # made while a step is recorded holds nothing before that step is replayed.
         kind = (shape.is_chunk, shape.rewindable, shape.far, shape.notes)
-        step.replay = self._record(step.run, step.warm if kind in self._run_once else step.run)
+        warm = step.warm if kind in self._run_once else step.run
+        for number in range(len(parts)):
+            step.replays.append(self._record(partial(step.run_part, number), warm if number == 0 else _nothing))
         self._run_once.add(kind)
         return step
 
-    def _room_for_features(self, taps: Taps) -> torch.Tensor:
-        if taps not in self._features:
-            shape = len(taps), RECORDED_ROWS, self._model.spec.hidden
-            self._features[taps] = torch.zeros(shape, dtype=self._model.dtype, device=self._model.device)
-        return self._features[taps]
+    def _room_for_features(self, taps: Taps, shape: GraphShape) -> torch.Tensor:
+        """Of chunks apart: others' steps run between their parts. Steps that were recorded over less keep that."""
+        key, rows = (taps, shape.is_chunk), RECORDED_ROWS if shape.is_chunk else round_up(self._scratch_slot)
+        if key not in self._features or self._features[key].shape[1] < shape.rows:
+            self._features[key] = self._rows_of(len(taps), max(rows, shape.rows))
+        return self._features[key]
+
+    def _room_between(self, rows: int) -> torch.Tensor:
+        if self._between is None or self._between.shape[0] < rows:
+            self._between = self._rows_of(max(rows, RECORDED_ROWS))
+        return self._between
+
+    def _rows_of(self, *sizes: int) -> torch.Tensor:
+        """Of the residual stream."""
+        return torch.zeros(*sizes, self._model.spec.hidden, dtype=self._model.dtype, device=self._model.device)
 
     def _room_for_logits(self, shape: GraphShape) -> torch.Tensor | None:
         """One buffer for all steps; steps that were recorded over a smaller one keep that."""
@@ -252,3 +331,7 @@ class RecordedSteps:
         """Blocks are logged in new memory: steps over the old one are of no use."""
         self._steps = {key: step for key, step in self._steps.items() if not key[0].rewindable}
         self._rewind = None
+
+
+def _nothing() -> None:
+    """In place of a run before recording: another has run the same kernels."""

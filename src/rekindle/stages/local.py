@@ -21,9 +21,10 @@ from rekindle.snapshots.slabs import Slabs
 from rekindle.snapshots.types import Part
 from rekindle.spec import Span
 from rekindle.stages.cpu_steps import CpuSteps
-from rekindle.stages.graphs import GraphRecorder, Taps
+from rekindle.stages.graphs import GraphRecorder, Replay, Taps
 from rekindle.stages.idle_slots import IdleSlots
 from rekindle.stages.layout import GraphShape, Layout
+from rekindle.stages.paused import PausedForward
 from rekindle.stages.portions import portions_of, run_portions
 from rekindle.stages.recording import Recording
 from rekindle.stages.scores import score_prompts
@@ -97,6 +98,7 @@ class LocalStage:
         self._work = Counter(dict.fromkeys(WORK, 0))
         self._ways: dict[int, Counter[str]] = {}
         self._taps: dict[Taps, Taps] = {}  # of a batch: those of this stage's layers
+        self._paused: PausedForward | None = None  # a chunk of which some parts are still to be run
         self._recording: Recording | None = None
         self._cpu_steps: CpuSteps | None = None
         if record is not None:
@@ -174,25 +176,72 @@ class LocalStage:
     @torch.inference_mode()
     def forward(self, batch: Batch, hidden: torch.Tensor | None, pending: PendingTokens | None = None) -> StageOutput:
         with self._on_device():
-            self._trade_for(batch)
+            self._before(batch)
             return run_portions(portions_of(batch, self._paged), hidden, pending, self._forward)
 
-    def _trade_for(self, batch: Batch) -> None:
-        if self._trade is not None:
-            tables = [self._tables[segment.slot] for segment in batch.segments]
-            more = sum(table.missing(segment.end) for table, segment in zip(tables, batch.segments, strict=True))
+    @torch.inference_mode()
+    def begin(self, batch: Batch, pending: PendingTokens | None = None) -> PausedForward:
+        """Of the first stage: a chunk that may pause between its layers, for forwards of other slots, and of which no
+        layer has run yet; or, where it cannot pause, one that has run."""
+        with self._on_device():
+            self._before(batch)
+            portions, recording = portions_of(batch, self._paged), self._recording
+            if recording is None or self.kv_mode == "sparse" or len(portions) > 1:
+                return PausedForward(batch, None, lambda: run_portions(portions, None, pending, self._forward))
+            pages = self._prepare(batch)
+            shape = recording.serving(GraphShape.of(batch, pages))
+            if shape is None or self.pool.away:
+                return PausedForward(batch, None, lambda: self._forward(batch, None, pending))
+            self._count_recorded(batch, shape)
+            replay = recording.steps.begin(shape, batch, pages, None, pending, self._own_taps(batch.taps))
+            self._advance(batch)
+            self._paused = PausedForward(batch, replay, lambda: self._end(batch, pages, replay), self._running)
+            return self._paused
+
+    def _end(self, batch: Batch, pages: Sequence[SegmentPages], replay: Replay) -> StageOutput:
+        """All parts of a chunk have run."""
+        self._paused = None
+        return self._finish(batch, pages, *replay.output(), headless=True)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with torch.inference_mode(), self._on_device():
+            yield
+
+    def _before(self, batch: Batch) -> None:
+        """Memory changes hands. While a chunk pauses it does not, so that its pages stay where they are, unless some
+        have to leave for those of this batch; and there is room for one chunk only."""
+        if self._trade is None and self._paused is None:
+            return
+        tables = [self._tables[segment.slot] for segment in batch.segments]
+        more = sum(table.missing(segment.end) for table, segment in zip(tables, batch.segments, strict=True))
+        is_chunk = batch.rows > len(batch.segments) and not batch.rewindable
+        self._end_pause(unless_free=None if is_chunk else more)
+        if self._trade is not None and self._paused is None:
             self._trade.before(tables, more, batch.rows)
+
+    def _end_pause(self, unless_free: int | None = None) -> None:
+        """The rest of a chunk that pauses runs now; unless so many places are free, where that is enough."""
+        if self._paused is not None and (unless_free is None or unless_free > self.pool.free_places):
+            self._paused.go_on(self._paused.left)
 
     def _forward(self, batch: Batch, hidden: torch.Tensor | None, pending: PendingTokens | None) -> StageOutput:
         pages = self._prepare(batch)
         x, outputs, headless = self._run_layers(batch, pages, hidden, pending)
+        output = self._finish(batch, pages, x, outputs, headless)
+        self._advance(batch)
+        return output
+
+    def _finish(
+        self, batch: Batch, pages: Sequence[SegmentPages], x: torch.Tensor, outputs: Outputs, headless: bool
+    ) -> StageOutput:
+        """What a batch gives whose layers have run. headless: the head is still to come."""
         scores = self._score(batch, x) if self.model.is_last and headless else None
         if self.model.is_last and batch.logit_rows:
             x = _rows_with_logits(x, batch)
             x = self.model.leave(x).float() if headless else x
         if headless and self._recording is not None:
             self._recording.record_following(batch, pages)
-        self._advance(batch)
         skipping = self._paged.skipping
         features = _features(outputs, batch)
         if not self.model.is_last:
@@ -218,15 +267,18 @@ class LocalStage:
                 return x, tapped, False
         recorded = None if self._recording is None else self._recording.serving(shape)
         if self._recording is not None and recorded is not None:
-            self.model.poll_experts(batch.rows)
-            self._count("recorded", recorded.rows)
-            x, joined = self._recording.steps.run(recorded, batch, pages, hidden, pending, taps)
+            self._count_recorded(batch, recorded)
+            x, joined = self._recording.steps.begin(recorded, batch, pages, hidden, pending, taps).output()
             return x, joined, recorded.is_chunk
         self._count("eager", batch.rows)
         layout = self._lay_out(shape, batch, pages, pending)
         entered = self.model.enter(layout.tokens, hidden)
         x, outputs = self.model.run(entered, layout.ragged, self._state.layers, taps=taps)
         return x, outputs, True
+
+    def _count_recorded(self, batch: Batch, shape: GraphShape) -> None:
+        self.model.poll_experts(batch.rows)
+        self._count("recorded", shape.rows)
 
     def _own_taps(self, taps: Taps) -> Taps:
         """Those of this stage's layers; a drafter names the same ones in every batch."""
@@ -313,6 +365,9 @@ class LocalStage:
 
     def close(self, slot: int) -> None:
         self._unsettled.pop(slot, None)
+        if self._paused is not None and slot in self._paused.slots:
+            self._paused.drop()
+            self._paused = None
         if self._idle is not None and slot in self._idle:  # others' pages lie there
             self._state.abort(slot)
             return
@@ -323,6 +378,8 @@ class LocalStage:
 
     def _make_slot_room(self, slot: int, more: int = 0) -> None:
         """Before a sequence comes, which brings `more` pages: memory for them, and the slot's own."""
+        moves = self._trade is not None or self._idle is not None
+        self._end_pause(unless_free=None if moves else more + 1)  # one that is open, behind them
         leaving = 0 if self._idle is None else self._idle.places_of(slot)
         if self._trade is not None:
             self._trade.before([self._tables[slot]], more + leaving, rows=1)
@@ -338,6 +395,8 @@ class LocalStage:
     def begin_capture(self, slot: int) -> Callable[[], list[Part]]:
         self._check_open(slot)
         with self._on_device():
+            if self._paused is not None and slot in self._paused.slots:
+                self._end_pause()
             self._settle(slot)
             finish = self._state.begin_capture(slot)
 
@@ -383,6 +442,7 @@ class LocalStage:
         with self._on_device():
             self._settle(slot, position)
             if position < now:
+                self._end_pause(unless_free=1)  # a page that others share is copied
                 self._paged.truncate(slot, position)
 
     @torch.inference_mode()

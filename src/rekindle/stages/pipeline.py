@@ -27,6 +27,7 @@ from rekindle.errors import RekindleError, StageLost
 from rekindle.snapshots.types import Part, StateHolder
 from rekindle.spec import Span
 from rekindle.stages.lines import CallLine, Line, LineStep, line_for
+from rekindle.stages.paused import PausedForward, Pausing
 from rekindle.stages.types import (
     BeginsCapture,
     FeatureReader,
@@ -118,9 +119,23 @@ class Pipeline:
         device = self.stages[-1].device
         return torch.device(device if device.startswith("cuda") else "cpu")
 
+    @property
+    def pauses(self) -> bool:
+        """Whether chunks can be run in parts, with steps of others in between."""
+        return not self._lines and isinstance(self.stages[0], Pausing)
+
+    def begin(self, batch: Batch, pending: PendingTokens | None = None) -> PausedForward:
+        """Where it can: a chunk of which no layer has run yet."""
+        stage, batch = self.stages[0], self._tapped(batch)
+        assert isinstance(stage, Pausing) and not self._lines, "asked where chunks can pause"
+        return stage.begin(batch, pending).then(lambda output: self._read(batch, output, pending))
+
+    def _tapped(self, batch: Batch) -> Batch:
+        drafter = self.drafter
+        return replace(batch, taps=drafter.taps) if drafter is not None and batch.feature_rows else batch
+
     def forward(self, batch: Batch, pending: PendingTokens | None = None) -> Future[StageOutput]:
-        if (drafter := self.drafter) is not None and batch.feature_rows:
-            batch = replace(batch, taps=drafter.taps)
+        batch = self._tapped(batch)
         if not self._lines:
             return _done(lambda: self._read(batch, self.stages[0].forward(batch, None, pending), pending))
         assert pending is None, "only a pipeline of one stage runs ahead"

@@ -1,0 +1,76 @@
+"""A chunk whose layers run in parts: between two of them steps of other slots may run.
+
+A chunk of a long prompt takes many times as long as a decode step. Shorter chunks would keep others' answers waiting
+for less, but every chunk reads all weights; a chunk that pauses reads them once. All that the host keeps of it is
+written down when it begins, pages included, so that others' steps find the stage as if it had run. Its pages must stay
+where they are until its last part: whoever has to move pages has the rest of it run first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, runtime_checkable
+
+from rekindle.batch import Batch
+from rekindle.stages.graphs import Replay
+from rekindle.stages.types import PendingTokens, StageOutput
+
+
+class PausedForward:
+    """Called on the thread that has begun it."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        replay: Replay | None,
+        finish: Callable[[], StageOutput],
+        running: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """replay: None where it cannot pause: then it is finished at once. finish: gives the output, behind the last
+        part. running: what all of it runs in."""
+        self.slots = frozenset(segment.slot for segment in batch.segments)
+        self.parts = 1 if replay is None else replay.left  # in all
+        self._replay = replay
+        self._finish = finish
+        self._running = running
+        self._output = finish() if replay is None else None
+        self._dropped = False
+
+    def then(self, follow: Callable[[StageOutput], StageOutput]) -> PausedForward:
+        """The same, with more to do behind its last part."""
+        if self._output is not None:
+            self._output = follow(self._output)
+        finish = self._finish
+        self._finish = lambda: follow(finish())
+        return self
+
+    @property
+    def left(self) -> int:
+        """Parts that have not run."""
+        return 0 if self._replay is None else self._replay.left
+
+    def go_on(self, parts: int) -> None:
+        """Run so many more; behind the last one comes whatever belongs to the chunk's end."""
+        if self._output is not None or self._replay is None or self._dropped:
+            return
+        with self._running():
+            self._replay.go_on(parts)
+            if not self._replay.left:
+                self._output = self._finish()
+
+    def drop(self) -> None:
+        """No part of it runs any more: its slots are given up."""
+        self._dropped = True
+
+    def result(self) -> StageOutput:
+        self.go_on(self.left)
+        assert self._output is not None, "a chunk that was dropped has no output"
+        return self._output
+
+
+@runtime_checkable
+class Pausing(Protocol):
+    """A stage that runs chunks in parts."""
+
+    def begin(self, batch: Batch, pending: PendingTokens | None = None) -> PausedForward: ...

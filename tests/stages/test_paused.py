@@ -1,0 +1,272 @@
+"""A chunk that pauses between its layers for others' steps: no bit depends on where it pauses, or on what runs then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from support.answers import Answer
+from support.lending_stages import WIDE, lending_stage, poisoned
+from support.snapshot_lab import Lab, RecordingCache, random_tokens, same_bits
+from support.stage_life import LONGEST, SLOTS, TOKENS, StageLife
+
+from rekindle.batch import Batch, Segment, Wanted
+from rekindle.engine.flight import ChunkPart
+from rekindle.layers.span import LEAST_PARTED, PART
+from rekindle.prompt import Prompt
+from rekindle.stages import LocalStage
+from rekindle.stages.paused import PausedForward
+
+
+def again(step: Callable[[], None], warm: Callable[[], None] | None = None) -> Callable[[], None]:
+    """Records by keeping the step."""
+    (warm or step)()
+    return step
+
+
+RECORDED: dict[str, Any] = {"table_width": 10, "record": again}
+
+
+class PausedLife(StageLife):
+    """The first of the stages runs chunks in parts; the other runs them whole."""
+
+    def __init__(self, stages: list[LocalStage]) -> None:
+        self.begun: tuple[int, PausedForward, torch.Tensor | None] | None = None
+        super().__init__(stages)
+
+    def begin(self, slot: int, count: int) -> None:
+        """A chunk of the slot, unless one is under way."""
+        self.open(slot)
+        at = self.positions[slot]
+        count = min(count, LONGEST - at)
+        if self.begun is None and count > 1:
+            batch = Batch((Segment(slot, at, tuple(TOKENS[at : at + count]), Wanted.LAST),))
+            whole = self.stages[1].forward(batch, None).logits
+            self.begun = slot, self.stages[0].begin(batch), whole
+            self.positions[slot] = at + count
+
+    def go_on(self, slot: int, count: int) -> None:
+        if self.begun is not None:
+            _, forward, _ = self.begun
+            forward.go_on(1 + count % 2)
+            if not forward.left:
+                self.finish()
+
+    def finish(self) -> None:
+        if self.begun is not None:
+            (_, forward, whole), self.begun = self.begun, None
+            logits = forward.result().logits
+            assert logits is not None and whole is not None and torch.equal(logits, whole)
+
+    def close(self, slot: int, count: int = 0) -> None:
+        """Also of a slot whose chunk is under way, which then comes to nothing."""
+        if self.begun is not None and self.begun[0] == slot:
+            self.begun = None
+        super().close(slot)
+
+    def run(self, slot: int, count: int, rewindable: bool = False) -> None:
+        self._let_end(slot)
+        super().run(slot, count, rewindable)
+
+    def decode(self, slot: int, count: int) -> None:
+        """A row of every slot but the one whose chunk is under way: its state is not there yet."""
+        busy = self.begun[0] if self.begun is not None else None
+        position = None if busy is None else self.positions.pop(busy)
+        super().decode(slot, count)
+        if busy is not None and position is not None:
+            self.positions[busy] = position
+
+    def rewind(self, slot: int, count: int) -> None:
+        self._let_end(slot)
+        super().rewind(slot, count)
+
+    def restore(self, slot: int, count: int) -> None:
+        self._let_end(count % SLOTS)
+        super().restore(slot, count)
+
+    def _let_end(self, slot: int) -> None:
+        if self.begun is not None and self.begun[0] == slot:
+            self.finish()
+
+
+KINDS = [*["begin"] * 3, *["go_on"] * 5, *["decode"] * 4, "run", "open", "restore", "rewind", "close"]
+Move = tuple[str, int, int]  # what, for which slot, how much
+MOVES = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.integers(0, SLOTS - 1), st.integers(1, 250)), min_size=15, max_size=50
+)
+STAGES: dict[str, dict[str, Any]] = {
+    "all fits": {"pages": 40},
+    "pages leave the device": {"pages": 8, "host_pages": 22},
+    "sparse": {"pages": 8, "host_pages": 22, "kv_mode": "sparse"},
+    "slots are lent": {"places": 8, "host_pages": 22},
+    "experts are lent": {"places": 8, "host_pages": 22, "lendable": 3},
+}
+
+
+@pytest.fixture(scope="module", params=STAGES)
+def pair(request: Any, make_tiny: Any) -> list[LocalStage]:
+    options = {**RECORDED, **STAGES[request.param]}
+    if "places" in options:
+        kind = {"moe_intermediate_size": 256} if "lendable" in options else {}
+        tiny = make_tiny("moe" if kind else "dense", **kind, **WIDE)
+        return [poisoned(lending_stage(tiny, **options)), poisoned(lending_stage(tiny, **options))]
+    tiny = make_tiny("dense")
+    return [tiny.stage(slots=SLOTS, **options), tiny.stage(slots=SLOTS, **options)]
+
+
+@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(moves=MOVES)
+def test_whatever_runs_between_the_parts_of_a_chunk_changes_no_bit(pair: list[LocalStage], moves: list[Move]) -> None:
+    life = PausedLife(pair)
+    for kind, slot, count in moves:
+        getattr(life, kind)(slot, count)
+    life.finish()
+    life.compare()
+    for stage in pair:
+        stage.check()
+
+
+@pytest.fixture
+def stage(make_tiny: Any) -> LocalStage:
+    made: LocalStage = make_tiny("dense").stage(slots=SLOTS, pages=40, **RECORDED)
+    return made
+
+
+def chunk(slot: int, rows: int) -> Batch:
+    return Batch((Segment(slot, 0, tuple(TOKENS[:rows]), Wanted.LAST),))
+
+
+def row(slot: int, at: int) -> Batch:
+    return Batch((Segment(slot, at, (TOKENS[at],), Wanted.LAST),))
+
+
+def test_a_chunk_has_a_part_for_every_four_layers_and_a_short_one_does_not_pause(stage: LocalStage) -> None:
+    layers = len(stage.model.layers)
+    assert len(stage.model.parts(LEAST_PARTED)) == -(-layers // PART) > 1
+    assert stage.model.parts(LEAST_PARTED - 1) == (stage.model.layers,)
+    stage.open(0)
+    long = stage.begin(chunk(0, 100))
+    assert (long.parts, long.left) == (2, 2)
+    long.go_on(1)
+    assert long.left == 1
+    assert long.result().logits is not None and long.left == 0
+    stage.open(1)
+    assert stage.begin(chunk(1, 9)).parts == 1
+
+
+def test_others_steps_leave_it_paused_and_another_chunk_ends_the_pause(stage: LocalStage) -> None:
+    for slot in range(SLOTS):
+        stage.open(slot)
+    stage.forward(chunk(1, 5), None)
+    paused = stage.begin(chunk(0, 200))
+    paused.go_on(1)
+    stage.forward(row(1, 5), None)
+    stage.capture(1)
+    assert paused.left == 1
+    stage.forward(chunk(2, 9), None)
+    assert paused.left == 0
+
+
+def test_it_ends_before_pages_have_to_move_or_its_own_state_is_asked_for(make_tiny: Any) -> None:
+    stage = make_tiny("dense").stage(slots=2, pages=4, host_pages=9, **RECORDED)
+    for slot in (0, 1):
+        stage.open(slot)
+    stage.forward(chunk(1, 64), None)
+    paused = stage.begin(chunk(0, 190))
+    assert stage.pool.free_places == 0
+    stage.forward(row(1, 64), None)
+    assert paused.left == 0, "a page had to leave for this row"
+    stage.open(0)
+    paused = stage.begin(chunk(0, 70))
+    stage.capture(0)
+    assert paused.left == 0
+
+
+def test_where_its_slot_is_closed_no_further_part_of_it_runs(stage: LocalStage) -> None:
+    stage.open(0)
+    paused = stage.begin(chunk(0, 200))
+    paused.go_on(1)
+    stage.close(0)
+    before = [tensor.clone() for state in stage._state.layers.values() for tensor in state.cleared(0)]
+    paused.go_on(5)
+    after = [tensor for state in stage._state.layers.values() for tensor in state.cleared(0)]
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    stage.check()
+    with pytest.raises(AssertionError, match="dropped"):
+        paused.result()
+
+
+# In the engine
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("async_steps", [0, 1])
+def test_beside_answers_a_prompt_comes_in_by_parts_and_nobody_gets_another_token(
+    make_tiny: Any, kind: str, async_steps: int
+) -> None:
+    lab = Lab(make_tiny(kind), recorded=True)
+    short, long = random_tokens(30, 1), random_tokens(700, 2)
+    alone = lab.engine(grid=256)
+    expected = [Answer(alone, Prompt(prompt), max_tokens=60).tokens for prompt in (short, long)]
+    alone.stop()
+    engine = lab.engine(grid=256, max_gap=1e-9, async_steps=async_steps)
+    between = list[tuple[int, int]]()  # parts and steps that were on their way when something came back
+    collect = engine._collector.collect
+
+    def noting() -> None:
+        kinds = [isinstance(flight, ChunkPart) for flight in engine._flights]
+        between.append((sum(kinds), len(kinds) - sum(kinds)))
+        collect()
+
+    engine._collector.collect = noting  # type: ignore[method-assign]
+    first = Answer(engine, Prompt(short), max_tokens=60)
+    first.first_token.wait()
+    second = Answer(engine, Prompt(long), max_tokens=60)
+    assert [first.tokens, second.tokens] == expected
+    assert sum(parts for parts, _ in between) > 0, "it paused"
+    assert Answer(engine, Prompt(long), max_tokens=60).tokens == expected[1]
+    engine.stop()
+    assert isinstance(engine.prefixes, RecordingCache)
+    prefilled = [s for s in engine.prefixes.seen if all(stretch.how == "prefill" for stretch in s.stretches)]
+    assert any(len(snapshot.tokens) == len(long) for snapshot in prefilled)
+    assert all(same_bits(snapshot, lab.cold(snapshot)) for snapshot in prefilled)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "stopped", "failed"])
+def test_a_request_that_ends_while_its_prompt_pauses_leaves_nothing_behind(make_tiny: Any, how: str) -> None:
+    lab = Lab(make_tiny("dense"), recorded=True)
+    engine = lab.engine(grid=256, max_gap=1e-9)
+    expected = Answer(engine, Prompt(random_tokens(700, 2)), max_tokens=5).tokens
+    run_parts, seen = engine._launcher._run_parts, list[int]()
+
+    def meddling(begun: Any, decoding: Any) -> None:
+        seen.append(begun.forward.result().left)
+        if len(seen) == 3 and how == "failed":
+            begun.forward.result()._replay._step.replays[1] = None
+        if len(seen) == 3 and how == "cancelled":
+            engine.cancel(long.id)
+        if len(seen) == 3 and how == "stopped":
+            engine.end_requests()
+        run_parts(begun, decoding)
+
+    first = Answer(engine, Prompt(random_tokens(30, 1)), max_tokens=400)
+    first.first_token.wait()
+    engine._launcher._run_parts = meddling  # type: ignore[method-assign]
+    long = Answer(engine, Prompt(random_tokens(690, 3)), max_tokens=5)
+    last = long.last
+    engine._launcher._run_parts = run_parts  # type: ignore[method-assign]
+    assert len(seen) >= 3
+    if how != "stopped":
+        assert len(first.tokens) == 400
+        assert ("Failed" if how == "failed" else "Finished") in type(last).__name__
+    if how == "cancelled":
+        assert Answer(engine, Prompt(random_tokens(700, 2)), max_tokens=5).tokens == expected
+    engine.stop()
+    stage = engine.pipeline.stages[0]
+    assert isinstance(stage, LocalStage)
+    stage.check()
+    assert stage.pages().used == 0
