@@ -5,9 +5,9 @@
 Weights are random, of target and drafter. So that it is known what the target will say, logits are raised at the tokens
 of a random text; and so that acceptance is known, the drafter makes its whole pass and its tokens are replaced by those
 of the text, every N-th of which it does not know: N tokens then come of a block and the target's own token. 0: it is
-never right; rests: it reads features and is never asked, which is what it costs at least. First cold, then with the prompt restored from disk; plain decode too, since a capture and a restore take
-some time of the steps behind them. Medians of --rounds rounds, in turns. A short table comes last, and the same as
-JSON.
+never right; rests: it reads features and is never asked, which is what it costs at least. First cold, then with the
+prompt restored from disk; plain decode too, since a capture and a restore take some time of the steps behind them.
+Medians of --rounds rounds, in turns. A short table comes last, and the same as JSON.
 """
 
 from __future__ import annotations

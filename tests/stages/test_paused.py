@@ -200,6 +200,22 @@ def test_where_its_slot_is_closed_no_further_part_of_it_runs(stage: LocalStage) 
         paused.result()
 
 
+def test_features_of_a_chunk_are_those_of_its_own_rows_whoever_runs_between_its_parts(make_tiny: Any) -> None:
+    taps = (1, 3, 6)
+    stage, plain = (make_tiny("dense").stage(slots=SLOTS, pages=40, taps=taps, **RECORDED) for _ in range(2))
+    chunks = Batch((Segment(0, 0, tuple(TOKENS[:90]), Wanted.LAST, features=70),), taps=taps)
+    for each in (stage, plain):
+        each.open(0)
+        each.open(1)
+    paused = stage.begin(chunks)
+    for at in range(paused.left):
+        paused.go_on(1)
+        stage.forward(Batch((Segment(1, at, (TOKENS[at],), Wanted.LAST, features=1),), taps=taps), None)
+    expected = plain.forward(chunks, None).features
+    assert len(expected) == 3
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(paused.result().features, expected, strict=True))
+
+
 # In the engine
 
 
