@@ -203,7 +203,7 @@ def test_where_its_slot_is_closed_no_further_part_of_it_runs(stage: LocalStage) 
 def test_features_of_a_chunk_are_those_of_its_own_rows_whoever_runs_between_its_parts(make_tiny: Any) -> None:
     taps = (1, 3, 6)
     stage, plain = (make_tiny("dense").stage(slots=SLOTS, pages=40, taps=taps, **RECORDED) for _ in range(2))
-    chunks = Batch((Segment(0, 0, tuple(TOKENS[:90]), Wanted.LAST, features=70),), taps=taps)
+    chunks = Batch((Segment(0, 0, tuple(TOKENS[:90]), Wanted.LAST, features=90),), taps=taps)
     for each in (stage, plain):
         each.open(0)
         each.open(1)
