@@ -1,13 +1,13 @@
 """Recorded steps against the same steps unrecorded: PYTHONPATH=src python3 scripts/gpu/check_graphs.py
 
-A tiny random model. Chunks of many lengths, behind one another, behind a restore and of several prompts at once; decode
-alone and beside others, sparse decode over page edges, blocks to verify with every way back; bf16 and q8 KV. Blocks of
-several sequences, whose recorded steps have other numbers of rows, are computed in float32, so that a fault does not
-pass for rounding. So are chunks whose cold experts pass through the staging area while experts change places; the
-experts of all layers alone, one behind the other, have the very bits of unrecorded ones. On a GPU also draws, with the
-tokens of unrecorded ones, and steps that wait for pages under way, handed over far ahead of the device. The last line
-says how many of the checks failed; exit code 1 if any did. With --device cpu the steps are run again instead of
-replayed, which tries this script itself.
+A tiny random model. Chunks of many lengths, behind one another, behind a restore, of several prompts at once and in
+sections, with steps of others in between (to the bit); decode alone and beside others, sparse decode over page edges,
+blocks to verify with every way back; bf16 and q8 KV. Blocks of several sequences, whose recorded steps have other
+numbers of rows, are computed in float32, so that a fault does not pass for rounding. So are chunks whose cold experts
+pass through the staging area while experts change places; the experts of all layers alone, one behind the other, have
+the very bits of unrecorded ones. On a GPU also draws, with the tokens of unrecorded ones, and steps that wait for pages
+under way, handed over far ahead of the device. The last line says how many of the checks failed; exit code 1 if any
+did. With --device cpu the steps are run again instead of replayed, which tries this script itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rekindle.layers import load_span
 from rekindle.layers.span import ModelSpan
 from rekindle.pool import Recorder
 from rekindle.pool.page_ins import PageIns
-from rekindle.snapshots.types import Part
+from rekindle.snapshots.types import Part, wait_for
 from rekindle.stages import LocalStage
 from rekindle.stages.graphs import GraphRecorder
 from rekindle.weights import open_weights
@@ -127,6 +127,30 @@ def shared(pair: Pair) -> None:
         for slot, count in enumerate(lengths):
             at[slot] += count
     pair.decode(*enumerate(at))
+
+
+def paused(pair: Pair) -> None:
+    """Chunks in sections, between which others decode and verify, have the bits of whole ones; so has the state."""
+    stage, beside, at = pair.recorded, 60, 0
+    pair.prefill(2, beside)
+    for rows in (64, 200, 512, 1000, 130):
+        segments = [Segment(slot, at, _text(at, rows), Wanted.LAST) for slot in (0, 1)]
+        whole = stage.forward(Batch((segments[0],)), None).logits
+        forward = stage.begin(Batch((segments[1],)))
+        while forward.left:
+            forward.go_on(1)
+            pair.verify(2, beside, 5, 3)
+            pair.decode((2, beside + 3))
+            beside += 4
+        ended = forward.result().logits
+        if whole is None or ended is None or not torch.equal(whole, ended):
+            pair.worst = float("inf")
+        at += rows
+    captured = [stage.capture(slot) for slot in (1, 0)]
+    wait_for([part for those in captured for part in those])
+    for ours, theirs in zip(*captured, strict=True):
+        if not all(torch.equal(ours.tensors[name], theirs.tensors[name]) for name in theirs.tensors):
+            pair.worst = float("inf")
 
 
 def _text(at: int, count: int) -> tuple[int, ...]:
@@ -355,6 +379,7 @@ def main() -> None:
             (whole, known),
             (chunks, known),
             (shared, known),
+            (paused, known | {"rewind_rows": 16}),
             (blocks, {}),
             (edges, sparse),
         ):

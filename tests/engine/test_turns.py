@@ -135,15 +135,15 @@ def test_sizes_are_parts_of_the_grid(grid: int, first: int) -> None:
     assert grid % pace.rows() == 0
 
 
-def test_of_a_chunk_that_pauses_as_many_parts_run_at_a_time_as_the_target_allows() -> None:
+def test_of_a_chunk_that_pauses_as_many_sections_run_at_a_time_as_the_target_allows() -> None:
     pace = Pace(0.020, grid=2048)
-    assert pace.parts(2048, 10) == 1, "nothing is known"
+    assert pace.sections(2048, 10) == 1, "nothing is known"
     pace.note_step(0.003)
     pace.note_chunk(2048, 0.0068, share=0.1)
-    assert [pace.parts(2048, 10, waiting) for waiting in (1, 2, 3, 4, 30)] == [2, 5, 8, 10, 10]
-    assert pace.parts(1024, 10) == 3, "a shorter one takes less time"
+    assert [pace.sections(2048, 10, waiting) for waiting in (1, 2, 3, 4, 30)] == [2, 5, 8, 10, 10]
+    assert pace.sections(1024, 10) == 3, "a shorter one takes less time"
     pace.note_step(0.030)
-    assert pace.parts(2048, 10) == 4, "at least for as long as a step: the prompt takes twice its time at most"
+    assert pace.sections(2048, 10) == 4, "at least for as long as a step: the prompt takes twice its time at most"
 
 
 # Whose turn it is
@@ -226,13 +226,13 @@ def test_beside_answers_they_share_what_one_of_them_may_have() -> None:
     assert run(scheduler, answering, 4) == [[200, 200], [1], [200, 200], [1]]
 
 
-PARTS = 10  # of a chunk that pauses
+SECTIONS = 10  # of a chunk that pauses
 
 
 class Enqueued(NamedTuple):
     step: Step
     at: float  # when it was handed over
-    parts: int = PARTS  # of a chunk
+    sections: int = SECTIONS  # of a chunk
     is_last: bool = True  # something comes of it
 
 
@@ -243,7 +243,7 @@ class PaperDevice:
     def __init__(self, scheduler: Scheduler, pace: Pace) -> None:
         self._scheduler, self._pace = scheduler, pace
         self._flights = deque[Enqueued]()
-        self._begun: tuple[Step, int] | None = None  # a chunk that pauses, and the parts of it that are left
+        self._begun: tuple[Step, int] | None = None  # a chunk that pauses, and the sections of it that are left
         self.now = 0.0
         self.tokens: dict[int, list[float]] = {}  # by slot: when each came
         self.decoding: list[Sequence] = []
@@ -258,24 +258,24 @@ class PaperDevice:
         if self._begun is None:
             step = self._scheduler.next_batch(self.decoding, lambda sequence, end: True)
         else:
-            step = self._scheduler.between_parts(self.decoding, lambda sequence, end: True)
+            step = self._scheduler.between_sections(self.decoding, lambda sequence, end: True)
         for segment, owner in zip(step.batch.segments, step.owners, strict=True) if step is not None else ():
             owner.advance(segment.end, alone=len(step.owners) == 1, grid=2048)
         if step is not None and step.pauses:
-            self._begun = step, PARTS
+            self._begun = step, SECTIONS
         if self._begun is not None and (step is None or step.pauses):
-            self._run_parts(*self._begun)
+            self._run_sections(*self._begun)
         elif step is not None:
             self._flights.append(Enqueued(step, self.now))
         return bool(self._begun or step)
 
-    def _run_parts(self, chunk: Step, left: int) -> None:
-        parts = min(left, self._scheduler.parts(chunk.batch, PARTS, self.decoding))
-        self._begun = (chunk, left - parts) if left > parts else None
-        self._flights.append(Enqueued(chunk, self.now, parts, is_last=left == parts))
+    def _run_sections(self, chunk: Step, left: int) -> None:
+        sections = min(left, self._scheduler.sections(chunk.batch, SECTIONS, self.decoding))
+        self._begun = (chunk, left - sections) if left > sections else None
+        self._flights.append(Enqueued(chunk, self.now, sections, is_last=left == sections))
 
     def _collect(self, enqueued: Enqueued) -> None:
-        step, share, rows = enqueued.step, enqueued.parts / PARTS, enqueued.step.batch.rows
+        step, share, rows = enqueued.step, enqueued.sections / SECTIONS, enqueued.step.batch.rows
         chunk = rows > len(step.batch.segments)
         began, seconds = max(enqueued.at, self.now), share * (0.0097 + rows * 28e-6) if chunk else 0.003
         self.now = began + seconds

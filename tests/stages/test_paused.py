@@ -15,8 +15,8 @@ from support.snapshot_lab import Lab, RecordingCache, random_tokens, same_bits
 from support.stage_life import LONGEST, SLOTS, TOKENS, StageLife
 
 from rekindle.batch import Batch, Segment, Wanted
-from rekindle.engine.flight import ChunkPart
-from rekindle.layers.span import LEAST_PARTED, PART
+from rekindle.engine.flight import ChunkSection
+from rekindle.layers.span import LEAST_CUT, SECTION
 from rekindle.prompt import Prompt
 from rekindle.stages import LocalStage
 from rekindle.stages.paused import PausedForward
@@ -32,7 +32,7 @@ RECORDED: dict[str, Any] = {"table_width": 10, "record": again}
 
 
 class PausedLife(StageLife):
-    """The first of the stages runs chunks in parts; the other runs them whole."""
+    """The first of the stages runs chunks in sections; the other runs them whole."""
 
     def __init__(self, stages: list[LocalStage]) -> None:
         self.begun: tuple[int, PausedForward, torch.Tensor | None] | None = None
@@ -120,7 +120,7 @@ def pair(request: Any, make_tiny: Any) -> list[LocalStage]:
 
 @settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(moves=MOVES)
-def test_whatever_runs_between_the_parts_of_a_chunk_changes_no_bit(pair: list[LocalStage], moves: list[Move]) -> None:
+def test_no_bit_changes_whatever_runs_between_the_sections(pair: list[LocalStage], moves: list[Move]) -> None:
     life = PausedLife(pair)
     for kind, slot, count in moves:
         getattr(life, kind)(slot, count)
@@ -144,18 +144,18 @@ def row(slot: int, at: int) -> Batch:
     return Batch((Segment(slot, at, (TOKENS[at],), Wanted.LAST),))
 
 
-def test_a_chunk_has_a_part_for_every_four_layers_and_a_short_one_does_not_pause(stage: LocalStage) -> None:
+def test_a_chunk_has_a_section_for_every_four_layers_and_a_short_one_does_not_pause(stage: LocalStage) -> None:
     layers = len(stage.model.layers)
-    assert len(stage.model.parts(LEAST_PARTED)) == -(-layers // PART) > 1
-    assert stage.model.parts(LEAST_PARTED - 1) == (stage.model.layers,)
+    assert len(stage.model.sections(LEAST_CUT)) == -(-layers // SECTION) > 1
+    assert stage.model.sections(LEAST_CUT - 1) == (stage.model.layers,)
     stage.open(0)
     long = stage.begin(chunk(0, 100))
-    assert (long.parts, long.left) == (2, 2)
+    assert (long.sections, long.left) == (2, 2)
     long.go_on(1)
     assert long.left == 1
     assert long.result().logits is not None and long.left == 0
     stage.open(1)
-    assert stage.begin(chunk(1, 9)).parts == 1
+    assert stage.begin(chunk(1, 9)).sections == 1
 
 
 def test_others_steps_leave_it_paused_and_another_chunk_ends_the_pause(stage: LocalStage) -> None:
@@ -186,7 +186,7 @@ def test_it_ends_before_pages_have_to_move_or_its_own_state_is_asked_for(make_ti
     assert paused.left == 0
 
 
-def test_where_its_slot_is_closed_no_further_part_of_it_runs(stage: LocalStage) -> None:
+def test_where_its_slot_is_closed_no_further_section_of_it_runs(stage: LocalStage) -> None:
     stage.open(0)
     paused = stage.begin(chunk(0, 200))
     paused.go_on(1)
@@ -200,7 +200,7 @@ def test_where_its_slot_is_closed_no_further_part_of_it_runs(stage: LocalStage) 
         paused.result()
 
 
-def test_features_of_a_chunk_are_those_of_its_own_rows_whoever_runs_between_its_parts(make_tiny: Any) -> None:
+def test_features_of_a_chunk_are_those_of_its_own_rows_whoever_runs_between_its_sections(make_tiny: Any) -> None:
     taps = (1, 3, 6)
     stage, plain = (make_tiny("dense").stage(slots=SLOTS, pages=40, taps=taps, **RECORDED) for _ in range(2))
     chunks = Batch((Segment(0, 0, tuple(TOKENS[:90]), Wanted.LAST, features=90),), taps=taps)
@@ -221,7 +221,7 @@ def test_features_of_a_chunk_are_those_of_its_own_rows_whoever_runs_between_its_
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 @pytest.mark.parametrize("async_steps", [0, 1])
-def test_beside_answers_a_prompt_comes_in_by_parts_and_nobody_gets_another_token(
+def test_beside_answers_a_prompt_comes_in_by_sections_and_nobody_gets_another_token(
     make_tiny: Any, kind: str, async_steps: int
 ) -> None:
     lab = Lab(make_tiny(kind), recorded=True)
@@ -230,11 +230,11 @@ def test_beside_answers_a_prompt_comes_in_by_parts_and_nobody_gets_another_token
     expected = [Answer(alone, Prompt(prompt), max_tokens=60).tokens for prompt in (short, long)]
     alone.stop()
     engine = lab.engine(grid=256, max_gap=1e-9, async_steps=async_steps)
-    between = list[tuple[int, int]]()  # parts and steps that were on their way when something came back
+    between = list[tuple[int, int]]()  # sections and steps that were on their way when something came back
     collect = engine._collector.collect
 
     def noting() -> None:
-        kinds = [isinstance(flight, ChunkPart) for flight in engine._flights]
+        kinds = [isinstance(flight, ChunkSection) for flight in engine._flights]
         between.append((sum(kinds), len(kinds) - sum(kinds)))
         collect()
 
@@ -243,7 +243,7 @@ def test_beside_answers_a_prompt_comes_in_by_parts_and_nobody_gets_another_token
     first.first_token.wait()
     second = Answer(engine, Prompt(long), max_tokens=60)
     assert [first.tokens, second.tokens] == expected
-    assert sum(parts for parts, _ in between) > 0, "it paused"
+    assert sum(sections for sections, _ in between) > 0, "it paused"
     assert Answer(engine, Prompt(long), max_tokens=60).tokens == expected[1]
     engine.stop()
     assert isinstance(engine.prefixes, RecordingCache)
@@ -257,7 +257,7 @@ def test_a_request_that_ends_while_its_prompt_pauses_leaves_nothing_behind(make_
     lab = Lab(make_tiny("dense"), recorded=True)
     engine = lab.engine(grid=256, max_gap=1e-9)
     expected = Answer(engine, Prompt(random_tokens(700, 2)), max_tokens=5).tokens
-    run_parts, seen = engine._launcher._run_parts, list[int]()
+    run_sections, seen = engine._launcher._run_sections, list[int]()
 
     def meddling(begun: Any, decoding: Any) -> None:
         seen.append(begun.forward.result().left)
@@ -267,14 +267,14 @@ def test_a_request_that_ends_while_its_prompt_pauses_leaves_nothing_behind(make_
             engine.cancel(long.id)
         if len(seen) == 3 and how == "stopped":
             engine.end_requests()
-        run_parts(begun, decoding)
+        run_sections(begun, decoding)
 
     first = Answer(engine, Prompt(random_tokens(30, 1)), max_tokens=400)
     first.first_token.wait()
-    engine._launcher._run_parts = meddling  # type: ignore[method-assign]
+    engine._launcher._run_sections = meddling  # type: ignore[method-assign]
     long = Answer(engine, Prompt(random_tokens(690, 3)), max_tokens=5)
     last = long.last
-    engine._launcher._run_parts = run_parts  # type: ignore[method-assign]
+    engine._launcher._run_sections = run_sections  # type: ignore[method-assign]
     assert len(seen) >= 3
     if how != "stopped":
         assert len(first.tokens) == 400

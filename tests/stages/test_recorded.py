@@ -31,14 +31,14 @@ CPU = torch.device("cpu")
 
 
 class Reruns:
-    """Records by keeping the step; counts what was recorded and how often it was replayed, a chunk in parts once."""
+    """Records by keeping the step; counts what was recorded and how often it was replayed, a chunk in sections once."""
 
     def __init__(self) -> None:
         self.recorded = 0
         self.replayed = 0
 
     def __call__(self, step: Callable[[], None], warm: Callable[[], None] | None = None) -> Callable[[], None]:
-        further = isinstance(step, partial) and step.args[0] > 0  # the number of a part
+        further = isinstance(step, partial) and step.args[0] > 0  # the number of a section
         self.recorded += not further
         (warm or step)()
 

@@ -91,8 +91,8 @@ class Outcome(NamedTuple):
     failure: Exception | None  # why the last of them could not be drawn
 
 
-class Flights(deque["Flight | ChunkPart"]):
-    """Steps on their way, oldest first, and the chunk that pauses, if there is one: its last part joins them."""
+class Flights(deque["Flight | ChunkSection"]):
+    """Steps on their way, oldest first, and the chunk that pauses, if there is one: its last section joins them."""
 
     begun: BegunChunk | None = None
 
@@ -103,7 +103,7 @@ class Flights(deque["Flight | ChunkPart"]):
 
 @dataclass(frozen=True, slots=True)
 class BegunChunk:
-    """A chunk whose layers run in parts; its owners stand behind it already."""
+    """A chunk whose layers run in sections; its owners stand behind it already."""
 
     batch: Batch
     owners: tuple[LiveSequence, ...]
@@ -130,7 +130,7 @@ class _Enqueued:
             self._passed.synchronize()
 
 
-class ChunkPart(_Enqueued):
+class ChunkSection(_Enqueued):
     """Some layers of a chunk, and not its last ones: nothing comes of them yet."""
 
     failed = waits = False

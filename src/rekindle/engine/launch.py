@@ -1,7 +1,7 @@
 """Batches into the pipeline: what the scheduler chooses and the free pages can take.
 
 If pages are short kept slots are given up; if that is not enough, and nothing in flight will free any, the youngest
-sequence is preempted. A chunk beside answers runs in parts, in turns with their steps.
+sequence is preempted. A chunk beside answers runs in sections, in turns with their steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from rekindle.batch import PENDING, Batch
 from rekindle.engine.ahead import Ahead
 from rekindle.engine.endings import Endings
-from rekindle.engine.flight import BegunChunk, ChunkPart, Flight, Flights
+from rekindle.engine.flight import BegunChunk, ChunkSection, Flight, Flights
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.roster import Roster
 from rekindle.engine.sampler import Draw, draw
@@ -80,15 +80,15 @@ class Launcher:
         self.draw: Draw = draw
 
     def launch_next(self) -> bool:
-        """Launch the next step, or the next parts of a chunk that pauses; False if enough is in flight, nothing is to
-        be run, or nothing fits until results are back."""
+        """Launch the next step, or sections of a chunk that pauses; False if enough is in flight, nothing is to be run,
+        or nothing fits until results are back."""
         while self._may_launch():
             pages = self._free_pages()
             decoding = [s for s in self._roster.running if s.decoding and not s.cancelled]
             if (begun := self._flights.begun) is not None:
-                step = self._scheduler.between_parts(decoding, pages.fit)
+                step = self._scheduler.between_sections(decoding, pages.fit)
                 if step is None:
-                    self._run_parts(begun, decoding)
+                    self._run_sections(begun, decoding)
                     return True
             else:
                 step = self._scheduler.next_batch(decoding, pages.fit)
@@ -139,15 +139,15 @@ class Launcher:
         begun = BegunChunk(step.batch, tuple(step.owners), forward)
         self._flights.begun = begun
         decoding = [s for s in self._roster.running if s.decoding and not s.cancelled]
-        self._run_parts(begun, decoding)
+        self._run_sections(begun, decoding)
 
-    def _run_parts(self, begun: BegunChunk, decoding: list[Sequence]) -> None:
+    def _run_sections(self, begun: BegunChunk, decoding: list[Sequence]) -> None:
         """As many as may run before the next step of those who answer."""
-        part = ChunkPart(begun.batch)
-        ran = _called(lambda: self._run_some(begun.forward.result(), part, decoding))
+        section = ChunkSection(begun.batch)
+        ran = _called(lambda: self._run_some(begun.forward.result(), section, decoding))
         if ran.exception() is None and not ran.result():
-            part.mark(self._pipeline.logits_device)
-            self._flights.append(part)
+            section.mark(self._pipeline.logits_device)
+            self._flights.append(section)
             return
 
         def output() -> StageOutput:
@@ -155,21 +155,21 @@ class Launcher:
             return begun.forward.result().result()
 
         self._flights.begun = None
-        flight = Flight(begun.batch, begun.owners, _called(output), part.began, None, self.draw, part.share)
+        flight = Flight(begun.batch, begun.owners, _called(output), section.began, None, self.draw, section.share)
         self._draw(flight)
         self._add(flight)
 
-    def _run_some(self, forward: PausedForward, part: ChunkPart, decoding: list[Sequence]) -> bool:
+    def _run_some(self, forward: PausedForward, section: ChunkSection, decoding: list[Sequence]) -> bool:
         """Whether these were the last."""
-        parts = min(forward.left, self._scheduler.parts(part.batch, forward.parts, decoding))
-        part.share = 1.0 if forward.parts == 1 else parts / forward.parts  # 0: the stage itself had to go on
-        forward.go_on(parts)
+        sections = min(forward.left, self._scheduler.sections(section.batch, forward.sections, decoding))
+        section.share = 1.0 if forward.sections == 1 else sections / forward.sections  # 0: the stage had to go on
+        forward.go_on(sections)
         return not forward.left
 
     def end_pause(self) -> None:
         """The rest of a chunk that pauses, at once."""
         if (begun := self._flights.begun) is not None:
-            self._run_parts(begun, [])
+            self._run_sections(begun, [])
 
     def _go_on(self, flight: Flight) -> None:
         """Draft what follows its block, while the device is busy with that."""
@@ -242,9 +242,9 @@ def pending_blocks(batch: Batch, ahead: Ahead) -> PendingTokens | None:
     return PendingTokens(ahead.tokens, *map(tuple, zip(*pairs, strict=True))) if pairs else None
 
 
-def _pages_of(flight: Flight | ChunkPart) -> int:
+def _pages_of(flight: Flight | ChunkSection) -> int:
     """A chunk that pauses has had its pages since it began."""
-    if isinstance(flight, ChunkPart):
+    if isinstance(flight, ChunkSection):
         return 0
     return sum(-(-s.end // PAGE) - -(-s.position // PAGE) for s in flight.batch.segments)
 

@@ -1,6 +1,6 @@
 """What a prefill chunk may take while other sequences answer: the gap between two of their tokens has a target.
 
-A chunk that can pause between its layers has its full length, and so many of its parts run between two steps as fit.
+A chunk that can pause between its layers has its full length, and so many of its sections run between two steps as fit.
 Others are made shorter, though each of them reads all weights.
 
 A longer context or another program makes chunks of all sizes slower, so what is remembered of sizes is how they
@@ -68,14 +68,14 @@ class Pace:
         fitting = [size for size in self._sizes if least <= size <= most and self._expected(size) <= room]
         return max(fitting, default=least)
 
-    def parts(self, rows: int, parts: int, waiting: int = 1) -> int:
-        """How many of a chunk's parts run between two steps: at least for as long as a step, else the prompt would take
-        more than twice its time."""
+    def sections(self, rows: int, sections: int, waiting: int = 1) -> int:
+        """How many of a chunk's sections run between two steps: at least for as long as a step, else the prompt would
+        take more than twice its time."""
         if self._last is None:
             return 1
         size = next((size for size in self._sizes if size >= rows), self._sizes[-1])
         room = max(self._step, self._room(waiting))
-        return max(1, min(parts, int(parts * room / self._expected(size))))
+        return max(1, min(sections, int(sections * room / self._expected(size))))
 
     def _room(self, waiting: int) -> float:
         """Seconds between two steps that chunks may have. Every prompt that waits adds the target once more: of many

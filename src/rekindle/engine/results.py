@@ -10,7 +10,7 @@ from rekindle.engine.account import Totals
 from rekindle.engine.ahead import PassBehind
 from rekindle.engine.audit_runs import AuditRuns
 from rekindle.engine.endings import Endings
-from rekindle.engine.flight import ChunkPart, Flight, Flights, Outcome, Result
+from rekindle.engine.flight import ChunkSection, Flight, Flights, Outcome, Result
 from rekindle.engine.pace import Pace
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.roster import Roster
@@ -57,7 +57,7 @@ class Collector:
         """The oldest flight's results, if one is under way. Raises StageLost if it was lost with a stage."""
         if self._flights:
             oldest = self._flights.popleft()
-            self._pass(oldest) if isinstance(oldest, ChunkPart) else self._collect(oldest)
+            self._pass(oldest) if isinstance(oldest, ChunkSection) else self._collect(oldest)
         if self._flights:
             self._flights[0].enqueue_draw(self._pipeline.logits_device)
 
@@ -81,10 +81,10 @@ class Collector:
             sequence.ending = self._accept_token(sequence, *first.on_host())
             self._go_on([sequence])
 
-    def _pass(self, part: ChunkPart) -> None:
-        part.wait()
-        began, self._last_back = max(part.began, self._last_back), time.monotonic()
-        self._note_chunk(part, self._last_back - began)
+    def _pass(self, section: ChunkSection) -> None:
+        section.wait()
+        began, self._last_back = max(section.began, self._last_back), time.monotonic()
+        self._note_chunk(section, self._last_back - began)
 
     def _collect(self, flight: Flight) -> None:
         error = flight.output.exception()
@@ -151,8 +151,8 @@ class Collector:
             elif not flight.batch.rewindable:
                 self._note_chunk(flight, self._last_back - began)
 
-    def _note_chunk(self, chunk: Flight | ChunkPart, seconds: float) -> None:
-        """Of a part as of a whole; one that the stage itself had run before has taken no time."""
+    def _note_chunk(self, chunk: Flight | ChunkSection, seconds: float) -> None:
+        """Of a section as of a whole; one that the stage itself had run before has taken no time."""
         if self._pace is not None and chunk.share and fills_its_step(chunk.batch):
             self._pace.note_chunk(chunk.batch.rows, seconds, chunk.share)
 

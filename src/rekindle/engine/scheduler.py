@@ -91,7 +91,7 @@ class Scheduler:
         self._chunk_was_last = step is not None
         return step or _step(*self._rows_that_fit(rows, fits, drafts))
 
-    def between_parts(self, decoding: list[Sequence], fits: Fits) -> Step | None:
+    def between_sections(self, decoding: list[Sequence], fits: Fits) -> Step | None:
         """The next step while a chunk pauses; None where it is the chunk's turn."""
         step = None
         if self._chunk_was_last:
@@ -99,12 +99,12 @@ class Scheduler:
         self._chunk_was_last = step is None
         return step
 
-    def parts(self, batch: Batch, parts: int, decoding: list[Sequence]) -> int:
-        """How many parts of such a chunk run before the next step of those who answer."""
+    def sections(self, batch: Batch, sections: int, decoding: list[Sequence]) -> int:
+        """How many sections of such a chunk run before the next step of those who answer."""
         if self.pace is None or all(s.background for s in decoding):
-            return parts
+            return sections
         others = sum(s.in_flight == 0 for s in self._chunk_turns(decoding))
-        return self.pace.parts(batch.rows, parts, len(batch.segments) + others)
+        return self.pace.sections(batch.rows, sections, len(batch.segments) + others)
 
     def _share(self, rows: list[Sequence], chunks: list[Sequence], fits: Fits, drafts: bool) -> Step | None:
         """Decode rows and chunks in one batch, chunks until they hold a grid's worth of tokens."""

@@ -18,10 +18,10 @@ from rekindle.layers.embedding import Embedding
 from rekindle.layers.layer import HybridLayer, launches_of
 from rekindle.spec import ModelSpec, Span
 
-# Layers of a chunk between which it may pause, and rows from which it has such parts. Experts that come over the link
-# come ahead of their layer, but not ahead of their part: with them parts are longer, and only long chunks have some.
-PART, LEAST_PARTED = 4, 64
-STREAMED_PART, LEAST_STREAMED = 10, 1024
+# Layers of a section, behind which a chunk may pause, and rows from which it has some. Experts that come over the link
+# come ahead of their layer, but not ahead of their section: with them those are longer, and only long chunks have some.
+SECTION, LEAST_CUT = 4, 64
+STREAMED_SECTION, LEAST_STREAMED = 10, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,9 @@ class ModelSpan:
             found.setdefault(launches_of(layer), layer)
         return tuple(found.values())
 
-    def parts(self, rows: int) -> tuple[tuple[HybridLayer, ...], ...]:
-        """The layers, in the parts between which a chunk of so many rows may pause."""
-        length, least = (PART, LEAST_PARTED) if self.all_resident else (STREAMED_PART, LEAST_STREAMED)
+    def sections(self, rows: int) -> tuple[tuple[HybridLayer, ...], ...]:
+        """The layers, in the sections between which a chunk of so many rows may pause."""
+        length, least = (SECTION, LEAST_CUT) if self.all_resident else (STREAMED_SECTION, LEAST_STREAMED)
         if rows < least:
             return (self.layers,)
         return tuple(self.layers[at : at + length] for at in range(0, len(self.layers), length))

@@ -4,8 +4,8 @@ A step is recorded per shape (rows and width of the page tables, both rounded up
 is first needed. Its inputs are static buffers that a layout fills; what a step computes is the code that runs a batch
 unrecorded. The recorder is a parameter: CUDA graphs on a GPU, or anything that runs the step again.
 
-A chunk is recorded in parts of a few layers each. Between two parts steps of other slots may be replayed, so a long
-chunk keeps nobody's answer waiting for longer than a part takes; all parts together have the bits of the whole.
+A chunk is recorded in sections of a few layers each. Between two of them steps of other slots may be replayed, so a
+long chunk keeps nobody's answer waiting for longer than a section takes; all together have the bits of the whole.
 """
 
 from __future__ import annotations
@@ -97,18 +97,18 @@ class _Step:
         logits: torch.Tensor | None,
         taps: Taps,
         features: torch.Tensor,
-        parts: Sequence[Sequence[HybridLayer]],
+        sections: Sequence[Sequence[HybridLayer]],
         between: torch.Tensor | None,
     ) -> None:
         """logits: float32 [at least the shape's rows, vocab], where the head is part of the step. features: [taps, at
-        least the shape's rows, hidden]. between: [at least the shape's rows, hidden], what one part leaves to the next;
-        None where there is only one."""
+        least the shape's rows, hidden]. between: [at least the shape's rows, hidden], what one section leaves to the
+        next; None where there is only one."""
         self._model = model
         self._taps = taps
         self._state = state
         self._logits = logits
         self._between = between
-        self.parts = parts
+        self.sections = sections
         self.features = features  # what leaves each tapped layer
         self.layout = layout
         self.host = HostBuffers((layout.shape.size,), model.device)
@@ -117,23 +117,23 @@ class _Step:
         if not model.is_first:
             shape = (layout.shape.rows, model.spec.hidden)
             self.hidden_in = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self.replays: list[Callable[[], None]] = []  # of the parts, once they are recorded
+        self.replays: list[Callable[[], None]] = []  # of the sections, once they are recorded
 
     def run(self) -> None:
-        for number in range(len(self.parts)):
-            self.run_part(number)
+        for number in range(len(self.sections)):
+            self.run_section(number)
 
     def warm(self) -> None:
         """One layer of every kind: all kernels of the step."""
         self._leave(*self._run(self._enter(), self._model.unlike_layers))
 
-    def run_part(self, number: int) -> None:
-        layers = self.parts[number]
+    def run_section(self, number: int) -> None:
+        layers = self.sections[number]
         entered = self._between[: self.layout.shape.rows] if number and self._between is not None else self._enter()
         x, tapped = self._run(entered, layers)
         first = sum(tap < layers[0].index for tap in self._taps)
-        if number + 1 < len(self.parts):
-            assert self._between is not None, "parts leave their output to the next one"
+        if number + 1 < len(self.sections):
+            assert self._between is not None, "sections leave their output to the next one"
             self._keep(tapped, first, len(x))
             self._between[: len(x)].copy_(x)
         else:
@@ -159,7 +159,7 @@ class _Step:
 
 
 class Replay:
-    """A recorded step over one batch, which is replayed part by part."""
+    """A recorded step over one batch, which is replayed section by section."""
 
     def __init__(self, step: _Step, rows: int, with_features: bool, overwritten: bool) -> None:
         """rows: of the batch. overwritten: whoever asks for the output takes it before the next step runs."""
@@ -171,16 +171,16 @@ class Replay:
 
     @property
     def left(self) -> int:
-        """Parts that are still to be replayed."""
+        """Sections that are still to be replayed."""
         return len(self._step.replays) - self._done
 
-    def go_on(self, parts: int) -> None:
-        for replay in self._step.replays[self._done : self._done + parts]:
+    def go_on(self, sections: int) -> None:
+        for replay in self._step.replays[self._done : self._done + sections]:
             replay()
-        self._done = min(len(self._step.replays), self._done + parts)
+        self._done = min(len(self._step.replays), self._done + sections)
 
     def output(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """After the last part: hidden [rows, …], or logits in float32; and what left the tapped layers."""
+        """After the last section: hidden [rows, …], or logits in float32; and what left the tapped layers."""
         self.go_on(self.left)
         assert self._step.output is not None, "a step that ran has an output"
         output = self._step.output[: self._rows]
@@ -208,7 +208,7 @@ class RecordedSteps:
         self._record = record
         self._taps = taps
         self._features: dict[tuple[Taps, bool], torch.Tensor] = {}  # of the last chunk, and of the last other step
-        self._between: torch.Tensor | None = None  # what parts of chunks leave to the next ones: one chunk at a time
+        self._between: torch.Tensor | None = None  # what sections of chunks leave to the next ones: one chunk at a time
         self._steps: dict[tuple[GraphShape, Taps], _Step] = {}  # by shape and taps, those used last behind
         self._run_once = set[tuple[bool, ...]]()  # kinds of steps that have run through all layers
         self._logits: torch.Tensor | None = None  # of the last step, whichever it was: all of them write there
@@ -228,7 +228,7 @@ class RecordedSteps:
         """A batch that `shape` serves -> hidden [batch.rows, …], or logits in float32; later steps do not touch it. A
         chunk gives hidden in the last stage too, which the next step overwrites: the head takes its rows at once.
         Beside it what left the tapped layers [taps, batch.rows, hidden], which the next chunk overwrites, or the next
-        step that is none. No other chunk may begin before all parts of one have run.
+        step that is none. No other chunk may begin before all sections of one have run.
         """
         step = self._step(shape, taps or self._taps)
         with step.host.next() as host:
@@ -263,7 +263,7 @@ class RecordedSteps:
     def _make(self, shape: GraphShape, taps: Taps) -> _Step:
         """Recorded over padding alone, so that no slot's state moves."""
         layout = Layout(shape, self._model.device, self._scratch_slot, self._scratch_page)
-        parts = self._model.parts(shape.rows) if shape.is_chunk else (self._model.layers,)
+        sections = self._model.sections(shape.rows) if shape.is_chunk else (self._model.layers,)
         step = _Step(
             self._model,
             self._state,
@@ -271,8 +271,8 @@ class RecordedSteps:
             self._room_for_logits(shape),
             taps,
             self._room_for_features(taps, shape),
-            parts,
-            self._room_between(shape.rows) if len(parts) > 1 else None,
+            sections,
+            self._room_between(shape.rows) if len(sections) > 1 else None,
         )
         with step.host.next() as host:
             layout.fill(None, (), host)
@@ -280,13 +280,13 @@ class RecordedSteps:
         # made while a step is recorded holds nothing before that step is replayed.
         kind = (shape.is_chunk, shape.rewindable, shape.far, shape.notes)
         warm = step.warm if kind in self._run_once else step.run
-        for number in range(len(parts)):
-            step.replays.append(self._record(partial(step.run_part, number), warm if number == 0 else _nothing))
+        for number in range(len(sections)):
+            step.replays.append(self._record(partial(step.run_section, number), warm if number == 0 else _nothing))
         self._run_once.add(kind)
         return step
 
     def _room_for_features(self, taps: Taps, shape: GraphShape) -> torch.Tensor:
-        """Of chunks apart: others' steps run between their parts. Steps that were recorded over less keep that."""
+        """Of chunks apart: others' steps run between their sections. Steps that were recorded over less keep that."""
         key, rows = (taps, shape.is_chunk), RECORDED_ROWS if shape.is_chunk else round_up(self._scratch_slot)
         if key not in self._features or self._features[key].shape[1] < shape.rows:
             self._features[key] = self._rows_of(len(taps), max(rows, shape.rows))

@@ -98,7 +98,7 @@ class LocalStage:
         self._work = Counter(dict.fromkeys(WORK, 0))
         self._ways: dict[int, Counter[str]] = {}
         self._taps: dict[Taps, Taps] = {}  # of a batch: those of this stage's layers
-        self._paused: PausedForward | None = None  # a chunk of which some parts are still to be run
+        self._paused: PausedForward | None = None  # a chunk of which some sections are still to be run
         self._recording: Recording | None = None
         self._cpu_steps: CpuSteps | None = None
         if record is not None:
@@ -199,7 +199,7 @@ class LocalStage:
             return self._paused
 
     def _end(self, batch: Batch, pages: Sequence[SegmentPages], replay: Replay) -> StageOutput:
-        """All parts of a chunk have run."""
+        """All sections of a chunk have run."""
         self._paused = None
         return self._finish(batch, pages, *replay.output(), headless=True)
 

@@ -1,9 +1,9 @@
-"""A chunk whose layers run in parts: between two of them steps of other slots may run.
+"""A chunk whose layers run in sections: between two of them steps of other slots may run.
 
 A chunk of a long prompt takes many times as long as a decode step. Shorter chunks would keep others' answers waiting
 for less, but every chunk reads all weights; a chunk that pauses reads them once. All that the host keeps of it is
 written down when it begins, pages included, so that others' steps find the stage as if it had run. Its pages must stay
-where they are until its last part: whoever has to move pages has the rest of it run first.
+where they are until its last section: whoever has to move pages has the rest of it run first.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class PausedForward:
         running: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """replay: None where it cannot pause: then it is finished at once. finish: gives the output, behind the last
-        part. running: what all of it runs in."""
+        section. running: what all of it runs in."""
         self.slots = frozenset(segment.slot for segment in batch.segments)
-        self.parts = 1 if replay is None else replay.left  # in all
+        self.sections = 1 if replay is None else replay.left  # in all
         self._replay = replay
         self._finish = finish
         self._running = running
@@ -38,7 +38,7 @@ class PausedForward:
         self._dropped = False
 
     def then(self, follow: Callable[[StageOutput], StageOutput]) -> PausedForward:
-        """The same, with more to do behind its last part."""
+        """The same, with more to do behind its last section."""
         if self._output is not None:
             self._output = follow(self._output)
         finish = self._finish
@@ -47,20 +47,20 @@ class PausedForward:
 
     @property
     def left(self) -> int:
-        """Parts that have not run."""
+        """Sections that have not run."""
         return 0 if self._replay is None else self._replay.left
 
-    def go_on(self, parts: int) -> None:
+    def go_on(self, sections: int) -> None:
         """Run so many more; behind the last one comes whatever belongs to the chunk's end."""
         if self._output is not None or self._replay is None or self._dropped:
             return
         with self._running():
-            self._replay.go_on(parts)
+            self._replay.go_on(sections)
             if not self._replay.left:
                 self._output = self._finish()
 
     def drop(self) -> None:
-        """No part of it runs any more: its slots are given up."""
+        """No section of it runs any more: its slots are given up."""
         self._dropped = True
 
     def result(self) -> StageOutput:
@@ -71,6 +71,6 @@ class PausedForward:
 
 @runtime_checkable
 class Pausing(Protocol):
-    """A stage that runs chunks in parts."""
+    """A stage that runs chunks in sections."""
 
     def begin(self, batch: Batch, pending: PendingTokens | None = None) -> PausedForward: ...

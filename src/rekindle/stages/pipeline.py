@@ -121,7 +121,7 @@ class Pipeline:
 
     @property
     def pauses(self) -> bool:
-        """Whether chunks can be run in parts, with steps of others in between."""
+        """Whether chunks can be run in sections, with steps of others in between."""
         return not self._lines and isinstance(self.stages[0], Pausing)
 
     def begin(self, batch: Batch, pending: PendingTokens | None = None) -> PausedForward:
