@@ -250,11 +250,12 @@ def test_features_are_counted_on_the_stages_that_hold_the_layers_which_a_drafter
     machine = Machine((gpu(16 * GIB, "cuda:0"), gpu(16 * GIB, "cuda:1")), 64 * GIB)
     wishes = Wishes(8192, split=(32, 32), chunk=2048, drafter_bytes=4 * GIB, taps=(1, 16, 31, 46, 61))
     first, last = make_plan(machine, spec, sizes, wishes).stages
-    assert first.bytes_of("features") == 3 * 3 * 2048 * 5120 * 2, "three taps, three copies of a chunk"
+    rows = 3 * 2048 + wishes.sequences * (1 + wishes.rewind_rows)
+    assert first.bytes_of("features") == 3 * rows * 5120 * 2, "three taps, three copies of a chunk, one of other rows"
     assert (last.bytes_of("features"), last.bytes_of("drafter")) == (0, 4 * GIB), "the drafter's bytes have all of them"
     assert "features" in show_plan(make_plan(machine, spec, sizes, wishes))
     far = make_plan(machine, spec, sizes, replace(wishes, drafter_bytes=0, drafter_ram=4 * GIB))
-    assert far.stage(1).bytes_of("features") == 2 * 3 * 2048 * 5120 * 2, "the head is in another process"
+    assert far.stage(1).bytes_of("features") == 2 * rows * 5120 * 2, "the head is in another process"
 
 
 def test_little_ram_limits_what_all_sequences_hold_together() -> None:

@@ -148,9 +148,10 @@ def fixed_items(
 
 
 def _tap_bytes(spec: ModelSpec, wishes: Wishes, device: Device) -> int:
-    """Of one tapped layer: what leaves it in a chunk, the rows of it that are sent on, and on a GPU a buffer that all
-    recorded steps write."""
-    rows = 2 * wishes.chunk + (0 if device.is_cpu else RECORDED_ROWS)
+    """Of one tapped layer: what leaves it in a chunk, the rows of it that are sent on, and on a GPU a buffer that
+    recorded chunks write and one that other recorded steps write."""
+    decode_rows = wishes.sequences * (1 + wishes.rewind_rows)
+    rows = 2 * wishes.chunk + (0 if device.is_cpu else RECORDED_ROWS + decode_rows)
     return rows * spec.hidden * wishes.compute_bytes
 
 
@@ -192,9 +193,11 @@ def _work_items(
 
 
 def _recorded_bytes(spec: ModelSpec, wishes: Wishes, mixers: SpanMixers) -> int:
-    """Graphs share work memory that nothing else uses: what the longest recorded chunk computes in."""
+    """Graphs share work memory that nothing else uses: what the longest recorded chunk computes in; and what a section
+    of a chunk leaves to the next one."""
     rows = min(wishes.chunk, RECORDED_ROWS)
-    return rows * _row_bytes(spec, wishes.compute_bytes) + sum(mixers.work_bytes(rows, 1).values())
+    between = RECORDED_ROWS * spec.hidden * wishes.compute_bytes
+    return rows * _row_bytes(spec, wishes.compute_bytes) + sum(mixers.work_bytes(rows, 1).values()) + between
 
 
 def _drawing_bytes(spec: ModelSpec, sequences: int) -> int:
