@@ -24,7 +24,7 @@ from rekindle.engine.kept_slots import Kept
 from rekindle.engine.loader import LoaderThreads, release_hit
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.roster import Roster
-from rekindle.engine.sampler import draw
+from rekindle.engine.sampler import Draw, draw
 from rekindle.engine.sequence import Sequence
 from rekindle.engine.state import Loading, Preempted, Waiting
 from rekindle.engine.to_host import DrawnTokens
@@ -81,6 +81,7 @@ class Restorer:
         self._on_loaded = on_loaded
         self._grid = grid
         self._tokens = tokens
+        self.draw: Draw = draw
         self._loader = LoaderThreads(prefixes)
 
     def place(self, sequence: Sequence, alone: bool) -> Placement:
@@ -248,7 +249,7 @@ class Restorer:
             sequence.draft.note_context(position, drafter.context(slot), drafter.reach)
 
     def _draw_first(self, sequence: Sequence, logits: torch.Tensor) -> DrawnTokens | None:
-        """The first token of a prompt that is known whole, drawn on the device and by the code of a cold run, before
+        """The first token of a prompt that is known whole, drawn on the device as in a cold run, before
         the copies of the restore are enqueued, so that the token does not wait for them."""
         device = self._pipeline.logits_device
         if device.type == "cuda":
@@ -256,7 +257,7 @@ class Restorer:
         sequence.logits = logits
         if sequence.max_tokens == 0:
             return None
-        return DrawnTokens(draw(logits[None], [DrawnRow(sequence, sequence.prefill_end)]))
+        return DrawnTokens(self.draw(logits[None], [DrawnRow(sequence, sequence.prefill_end)]))
 
     def _begin_account(self, sequence: Sequence, found: Lookup) -> None:
         found.taken()
