@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.answers import arriving_together
 from support.faulty import Faulty
 from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens, wait_until
 
 from rekindle.engine.engine import Engine, EngineSettings
-from rekindle.engine.types import Failed, FinishReason
+from rekindle.engine.to_host import DrawnTokens
+from rekindle.engine.types import Failed, FinishReason, Started, Token
 from rekindle.errors import PoolFull, PromptTooLong
 from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import MOST_OF_A_KIND, Boundary, BoundaryKind, Prompt
@@ -51,6 +53,26 @@ def failure_of(answer: Answer) -> Exception:
 def assert_nothing_is_held(engine: Engine) -> None:
     assert all(entry.pins == 0 for entry in engine.prefixes.entries())
     assert engine.status().pages.used == 0
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_a_first_token_that_is_not_here_yet_keeps_no_other_prompt_waiting(
+    lab: Lab, arrived: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each is drawn behind the state of the prompt before, which travels for a while."""
+    monkeypatch.setattr(DrawnTokens, "arrived", arrived)
+    engine, prompts = lab.engine(), [KNOWN, OTHER, Prompt(random_tokens(180, 3))]
+    expected = [Answer(engine, prompt).tokens for prompt in prompts]
+    done, restore = list[str](), engine.pipeline.restore
+    monkeypatch.setattr(engine.pipeline, "restore", lambda *state: (done.append("state"), restore(*state)))
+    with arriving_together(engine):
+        again = [Answer(engine, prompt, at_token=lambda n: n == 1 and done.append("token")) for prompt in prompts]
+    assert [answer.tokens for answer in again] == expected
+    assert done == (["state", "token"] * 3 if arrived else ["state"] * 3 + ["token"] * 3)
+    for answer, prompt in zip(again, prompts, strict=True):
+        assert answer.finished.cache.restored == len(prompt.tokens)
+        assert [type(event) for event in answer.events[:2]] == [Started, Token]
+    engine.stop()
 
 
 def test_a_prefix_published_while_a_request_waits_for_pages_is_restored(lab: Lab) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from support.answers import arriving_together
 from support.paper_drafter import PaperReader, paper_drafts
-from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens
+from support.snapshot_lab import PLENTY, Answer, Lab, RecordingCache, random_tokens
 from support.vocabulary import longest_match
 
 from rekindle.engine.drafting import Drafts
@@ -360,7 +361,7 @@ def test_answers_whose_masks_are_made_together_are_those_of_runs_alone(lab: Lab,
 # Recorded draws, as on a GPU
 
 
-def recording(lab: Lab, **settings: Any) -> tuple[Any, list[int]]:
+def recording(lab: Lab, ram: int = 0, **settings: Any) -> tuple[Any, list[int]]:
     """An engine that replays draws as a GPU does, by running them again; and the replays."""
     replays = list[int]()
 
@@ -371,10 +372,22 @@ def recording(lab: Lab, **settings: Any) -> tuple[Any, list[int]]:
 
         return replay
 
-    engine = lab.engine(ram=0, **settings)
+    engine = lab.engine(ram=ram, **settings)
     vocab = lab._oracle.model.spec.drawable or lab._oracle.model.spec.vocab
-    engine._launcher.draw = RecordedDraws(record, torch.device("cpu"), vocab, 4)  # type: ignore[method-assign]
+    draws = RecordedDraws(record, torch.device("cpu"), vocab, 4)
+    engine._launcher.draw = engine._restorer.draw = draws  # type: ignore[method-assign]
     return engine, replays
+
+
+@pytest.mark.parametrize("sampling", [CARD, replace(CARD, temperature=0)], ids=["drawn", "greedy"])
+def test_the_first_token_of_a_prompt_restored_whole_is_a_recorded_draw_too(lab: Lab, sampling: Sampling) -> None:
+    engine, replays = recording(lab, ram=PLENTY)
+    first = ask(engine, prompt(), None, sampling, max_tokens=1)
+    assert first.finished.cache.restored == 0 and len(replays) == 1
+    again = ask(engine, prompt(), None, sampling, max_tokens=1)
+    assert again.finished.cache.restored == len(prompt().tokens) and len(replays) == 2
+    assert first.tokens == again.tokens
+    engine.stop()
 
 
 @pytest.mark.parametrize("settings", [{"async_steps": 1}, {"drafts": Drafts("lookup", PromptLookup, None)}])

@@ -10,7 +10,8 @@ from support.mortal import Mortal
 
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.sequence import Sequence
-from rekindle.engine.types import Failed, Finished, FinishReason
+from rekindle.engine.to_host import DrawnTokens
+from rekindle.engine.types import Failed, Finished, FinishReason, Started
 from rekindle.errors import StageLost
 from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
@@ -82,6 +83,24 @@ def test_answers_whose_last_token_is_out_end_there_whatever_is_lost_then(
         assert answer.last.reason is FinishReason.STOP
         assert answer.tokens == seen and len(seen) == 6
     assert left[0] <= 0, "the stage was lost"
+    engine.stop()
+
+
+def test_first_tokens_on_their_way_when_a_stage_is_lost_are_drawn_again(
+    make_tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts that were restored whole just before."""
+    monkeypatch.setattr(DrawnTokens, "arrived", False)
+    engine, back = make(make_tiny("dense"), {})
+    undisturbed = [Answer(engine, prompt, max_tokens=20).tokens for prompt in PROMPTS]
+    back._dies_at["commit_restore"] = 2
+    with arriving_together(engine):
+        again = [Answer(engine, prompt, max_tokens=20) for prompt in PROMPTS]
+    assert [answer.tokens for answer in again] == undisturbed
+    assert back.deaths == 1
+    for answer in again:
+        assert [isinstance(event, Started) for event in answer.events] == [True] + [False] * 21
+    assert engine.status().waiting == 0
     engine.stop()
 
 

@@ -63,6 +63,32 @@ def test_pages_that_fill_a_slab_fill_it_when_they_are_loaded_too(store: DiskStor
     again.close()
 
 
+def test_state_larger_than_a_slab_is_loaded_into_those_of_the_usual_size(store: DiskStore) -> None:
+    """Which lie ready, where a larger one would have to be made while the client waits."""
+    model = PaperModel(state=32)
+    snapshot = model.snapshot(counting(PAGE + 5))
+    id = store.save(snapshot).id
+    store.close()
+    largest = max(tensor.nbytes for part in snapshot.parts for tensor in part.tensors.values())
+    for size in (largest, largest + 64, 2 * largest):
+        slabs = Slabs(size=size)
+        again = DiskStore(store.folder.parent, FINGERPRINT, BUDGET, slabs=slabs)
+        loaded = again.load(id)
+        assert same(loaded, snapshot)
+        del loaded
+        assert set(slabs._idle) == {size}
+        again.close()
+
+
+def test_a_tensor_larger_than_a_slab_has_memory_of_its_own(store: DiskStore) -> None:
+    snapshot = PaperModel(state=32).snapshot(counting(PAGE + 5))
+    id = store.save(snapshot).id
+    store.close()
+    again = DiskStore(store.folder.parent, FINGERPRINT, BUDGET, slabs=Slabs(size=4096))
+    assert same(again.load(id), snapshot)
+    again.close()
+
+
 def test_an_error_while_an_object_is_read_is_never_taken_for_the_end(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rekindle.errors import BadModelFile, BadRequest
 from rekindle.text import ChatTemplate, Tokenizer, TurnMemory, sandbox
 from rekindle.text.sandbox import Template
+from rekindle.text.sentinels import MAX_DEPTH, is_deep
 
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 ASK = [{"role": "user", "content": "attack"}]
@@ -124,6 +125,24 @@ def test_a_template_does_not_inherit_the_servers_keys(monkeypatch: pytest.Monkey
     Template("x")
     (worker,) = sandbox._workers._idle
     assert b"REKINDLE_API_KEY" not in Path(f"/proc/{worker._process.pid}/environ").read_bytes()
+
+
+def test_how_deep_a_value_is_depends_on_what_lies_deepest() -> None:
+    def nested(levels: int, inside: list[object]) -> object:
+        return inside if levels == 1 else [0, {"a": nested(levels - 1, inside)}][levels % 2 :]
+
+    for levels in (1, 2, MAX_DEPTH // 2, MAX_DEPTH // 2 + 1):
+        value = nested(levels, [1])
+        deepest = _depth(value)
+        assert is_deep(value) == (deepest >= MAX_DEPTH)
+        assert is_deep(nested(levels, [])) == (deepest - 1 >= MAX_DEPTH)
+    assert not is_deep(7) and not is_deep([]) and not is_deep(list(range(1000)))
+
+
+def _depth(value: object) -> int:
+    """Levels above the deepest thing in it."""
+    inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return 1 + max(map(_depth, inside)) if inside else 0
 
 
 @pytest.mark.parametrize("depth", [65, 600, 5000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 from rekindle.engine.account import Totals
 from rekindle.engine.endings import Endings
@@ -12,9 +13,12 @@ from rekindle.engine.results import Collector
 from rekindle.engine.roster import Roster
 from rekindle.engine.sequence import Sequence
 from rekindle.engine.state import Loading
+from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.twins import Twins
 from rekindle.engine.types import Started
 from rekindle.errors import PoolFull, PromptTooLong, StageLost
+
+Firsts = deque[tuple[Sequence, DrawnTokens | None]]  # prompts restored whole, and their first tokens on their way
 
 
 class Admission:
@@ -51,6 +55,13 @@ class Admission:
             self._endings.fail([sequence], error)
 
     def admit(self) -> None:
+        """Fill free slots. A first token is drawn behind the state of the prompt before, which travels for a while: the
+        next prompt is handed over meanwhile."""
+        firsts: Firsts = deque()
+        self._fill_slots(firsts)
+        self._collect(firsts, wait=True)
+
+    def _fill_slots(self, firsts: Firsts) -> None:
         """In order of the line. A sequence that waits for the disk keeps a slot free, and the next may go before it. A
         sequence that waits for a twin's prefix holds up its own name space only."""
         reserved, held_up = 0, set[str]()
@@ -65,16 +76,17 @@ class Admission:
                 if self._twins.is_ahead_of(sequence):
                     held_up.add(sequence.namespace)
                     continue
-                if self._place(sequence) is Postponed.PAGES_SHORT:
+                if self._place(sequence, firsts) is Postponed.PAGES_SHORT:
                     return
+                self._collect(firsts, wait=False)
             reserved += isinstance(sequence.state, Loading)
 
-    def _place(self, sequence: Sequence) -> Placement | None:
+    def _place(self, sequence: Sequence, firsts: Firsts) -> Placement | None:
         """Start it if its slot can be filled. None if it failed: only its own request ends."""
         try:
             placement = self._restore(sequence)
             if isinstance(placement, Restored):
-                self._start(sequence, placement)
+                self._start(sequence, placement, firsts)
             return placement
         except StageLost:
             raise
@@ -101,12 +113,27 @@ class Admission:
         if (slot := self._roster.put_back(sequence)) is not None:
             self._endings.close_or_break(slot)
 
-    def _start(self, sequence: Sequence, restored: Restored) -> None:
+    def _start(self, sequence: Sequence, restored: Restored, firsts: Firsts) -> None:
         self._roster.start(sequence)
+        if sequence.position == len(sequence.tokens):
+            firsts.append((sequence, restored.first))
+        else:
+            self._say_start(sequence)
+
+    def _collect(self, firsts: Firsts, wait: bool) -> None:
+        """The tokens that are here, or all. A client is told of the start with its token: a wake-up for each would keep
+        the interpreter's lock from this thread."""
+        while firsts and (wait or (first := firsts[0][1]) is None or first.arrived):
+            sequence, first = firsts.popleft()
+            with self._endings.isolated(sequence):
+                if first is not None:
+                    first.wait()
+                self._say_start(sequence)
+                self._collector.collect_first(sequence, first)
+
+    def _say_start(self, sequence: Sequence) -> None:
         if not sequence.account.admitted:
             sequence.account.admitted_at = time.monotonic()
             self._inbox.count_out(sequence.request.namespace)
             self._totals.restored += sequence.account.cache.restored
             sequence.emit(Started(sequence.account.cache))
-        if sequence.position == len(sequence.tokens):
-            self._collector.collect_first(sequence, restored.first)

@@ -143,7 +143,7 @@ class Engine:
                 self._publisher.make_ready(logits[0])
                 draws = RecordedDraws(GraphRecorder(device), device, logits.shape[1], self.pipeline.slots)
                 draws.make_ready()
-                self._launcher.draw = draws
+                self._launcher.draw = self._restorer.draw = draws
 
     def submit(self, request: Request) -> None:
         """Take the request, or refuse it at once with the reason."""

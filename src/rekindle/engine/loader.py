@@ -22,17 +22,16 @@ class LoaderThreads:
         # By name space and by the tokens of the snapshot that is read.
         self._reading: dict[tuple[str, bytes], Future[Lookup]] = {}
 
-    def load(self, tokens: list[int], namespace: str) -> Future[Lookup]:
+    def load(self, tokens: np.ndarray, namespace: str) -> Future[Lookup]:
         """Look the prompt up, disk included. A second read of the same snapshot waits for the first and finds it in
         RAM."""
-        known = tokens[: self._prefixes.known_length(tokens, namespace)]
-        key = (namespace, np.asarray(known, dtype=np.int32).tobytes())
+        key = (namespace, tokens[: self._prefixes.known_length(tokens, namespace)].tobytes())
         self._reading = {other: reading for other, reading in self._reading.items() if not reading.done()}
         reading = self._threads.submit(self._read, tokens, namespace, self._reading.get(key))
         self._reading[key] = reading
         return reading
 
-    def _read(self, tokens: list[int], namespace: str, before: Future[Lookup] | None) -> Lookup:
+    def _read(self, tokens: np.ndarray, namespace: str, before: Future[Lookup] | None) -> Lookup:
         if before is not None:
             wait([before])  # submitted earlier, so it has a thread
         return self._prefixes.lookup(tokens, namespace=namespace)

@@ -25,8 +25,9 @@ log = logging.getLogger("rekindle.engine")
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # a step -> how it is run again
 
-OPEN = 0  # the width of a draw among all of the vocabulary, `ordered.OPEN`
-LIKELY = (OPEN, 32)  # widths that are recorded before the first request: no top-k, and top-k 20
+OPEN, GREEDY = 0, 1  # widths of draws among all of the vocabulary and of the highest, as in `ordered`
+# Widths that are recorded before the first request: no top-k, top-k 20, and temperature 0 with a card's penalties.
+LIKELY = (OPEN, 32, GREEDY)
 
 
 class _HostParts(NamedTuple):
@@ -85,7 +86,8 @@ class RecordedDraws:
 
     def _reads(self, logits: torch.Tensor) -> bool:
         """Whether they lie as the kernels expect: rows begin at multiples of 16 bytes."""
-        lie_so = logits.stride(1) == 1 and logits.stride(0) % 4 == 0 and logits.data_ptr() % 16 == 0
+        aligned = logits.data_ptr() % 16 == 0 and (logits.shape[0] == 1 or logits.stride(0) % 4 == 0)
+        lie_so = logits.stride(1) == 1 and aligned
         return lie_so and logits.dtype is torch.float32 and logits.shape[1] == self._vocab
 
     def _width(self, rows: Sequence[Drawable]) -> int | None:
@@ -103,7 +105,7 @@ class RecordedDraws:
         if plain or opens not in (0, len(rows)):
             return None
         if greedy == len(rows):
-            return self._ordered.GREEDY
+            return GREEDY
         return OPEN if opens else self._triton.width_for(highest)
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[Drawable], width: int) -> torch.Tensor:

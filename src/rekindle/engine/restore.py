@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 
-import numpy as np
 import torch
 
 from rekindle.engine.audit import Audit, Auditor
@@ -24,7 +22,7 @@ from rekindle.engine.kept_slots import Kept
 from rekindle.engine.loader import LoaderThreads, release_hit
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.roster import Roster
-from rekindle.engine.sampler import draw
+from rekindle.engine.sampler import Draw, draw
 from rekindle.engine.sequence import Sequence
 from rekindle.engine.state import Loading, Preempted, Waiting
 from rekindle.engine.to_host import DrawnTokens
@@ -81,6 +79,7 @@ class Restorer:
         self._on_loaded = on_loaded
         self._grid = grid
         self._tokens = tokens
+        self.draw: Draw = draw
         self._loader = LoaderThreads(prefixes)
 
     def place(self, sequence: Sequence, alone: bool) -> Placement:
@@ -151,11 +150,8 @@ class Restorer:
 
     def _kept_for(self, sequence: Sequence) -> Kept | None:
         """The kept slot that holds the longest known prefix, if one does."""
-        if not self._roster.kept:
-            return None
-        tokens = np.asarray(sequence.tokens, dtype=np.int32)  # once: a long list takes milliseconds
-        kept = self._roster.kept.longest(tokens, sequence.namespace)
-        return None if kept is None or self._knows_more(tokens, sequence.namespace, kept.position) else kept
+        kept = self._roster.kept.longest(sequence.key, sequence.namespace) if self._roster.kept else None
+        return None if kept is None or self._knows_more(sequence, kept.position) else kept
 
     def _go_on(self, sequence: Sequence, kept: Kept, alone: bool) -> Placement:
         """The sequence takes the slot over: nothing is restored."""
@@ -163,7 +159,7 @@ class Restorer:
             self._endings.give_up(kept)
             return self._restore_prefix(sequence, alone)
         self._forget_found(sequence)
-        found = self._prefixes.lookup_held(sequence.tokens, kept.position, sequence.namespace)
+        found = self._prefixes.lookup_held(sequence.key, kept.position, sequence.namespace)
         slot, logits = self._roster.take_over(sequence, kept), kept.logits.result()
         first = self._draw_first(sequence, logits) if kept.position == sequence.prefill_end else None
         self._note_audit(kept)
@@ -187,12 +183,12 @@ class Restorer:
 
     def _look_up(self, sequence: Sequence) -> Lookup | None:
         """What the index knows; None while a loader thread reads it from disk."""
-        self._publisher.publish_captured(sequence.tokens, sequence.namespace)
-        found = self._prefixes.lookup_in_ram(sequence.tokens, sequence.namespace)
+        self._publisher.publish_captured(sequence.key, sequence.namespace)
+        found = self._prefixes.lookup_in_ram(sequence.key, sequence.namespace)
         if found is not None:
             self._roster.keep_found(sequence, found)
             return found
-        reading = self._loader.load(list(sequence.tokens), sequence.namespace)
+        reading = self._loader.load(sequence.key, sequence.namespace)
         self._roster.load(sequence, reading)
         reading.add_done_callback(lambda _: self._on_loaded(sequence))
         return None
@@ -208,14 +204,12 @@ class Restorer:
 
     def _is_outdated(self, found: Lookup, sequence: Sequence) -> bool:
         """Whether more is known now. Not asked of a tier that did not answer: it may not the next time either."""
-        return found.miss is not Miss.UNAVAILABLE and self._knows_more(
-            sequence.tokens, sequence.namespace, found.reached
-        )
+        return found.miss is not Miss.UNAVAILABLE and self._knows_more(sequence, found.reached)
 
-    def _knows_more(self, tokens: Sequential[int] | np.ndarray, namespace: str, reached: int) -> bool:
+    def _knows_more(self, sequence: Sequence, reached: int) -> bool:
         """Whether a longer prefix is published, or was while the sequence waited with what had been found."""
-        self._publisher.publish_captured(tokens, namespace, beyond=reached)
-        return self._prefixes.known_length(tokens, namespace) > reached
+        self._publisher.publish_captured(sequence.key, sequence.namespace, beyond=reached)
+        return self._prefixes.known_length(sequence.key, sequence.namespace) > reached
 
     def _fill(self, sequence: Sequence, found: Lookup) -> Restored | None:
         """None if the stages refuse the snapshot."""
@@ -248,7 +242,7 @@ class Restorer:
             sequence.draft.note_context(position, drafter.context(slot), drafter.reach)
 
     def _draw_first(self, sequence: Sequence, logits: torch.Tensor) -> DrawnTokens | None:
-        """The first token of a prompt that is known whole, drawn on the device and by the code of a cold run, before
+        """The first token of a prompt that is known whole, drawn on the device as in a cold run, before
         the copies of the restore are enqueued, so that the token does not wait for them."""
         device = self._pipeline.logits_device
         if device.type == "cuda":
@@ -256,7 +250,7 @@ class Restorer:
         sequence.logits = logits
         if sequence.max_tokens == 0:
             return None
-        return DrawnTokens(draw(logits[None], [DrawnRow(sequence, sequence.prefill_end)]))
+        return DrawnTokens(self.draw(logits[None], [DrawnRow(sequence, sequence.prefill_end)]))
 
     def _begin_account(self, sequence: Sequence, found: Lookup) -> None:
         found.taken()
@@ -284,7 +278,7 @@ class Restorer:
             pages, needed = self._pipeline.pages(), -(-positions // PAGE)
             here = pages.at_once - (pages.slot if self._roster.free_slots else 0)  # a kept slot lends nothing
             if needed > here:
-                needed -= self._roster.kept.shared_pages(sequence.tokens[:positions], sequence.namespace)
+                needed -= self._roster.kept.shared_pages(sequence.key[:positions], sequence.namespace)
             if needed <= here or not self._endings.make_room(sequence):
                 return needed <= pages.free
 

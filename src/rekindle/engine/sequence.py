@@ -8,6 +8,7 @@ from collections.abc import Sequence as Sequential
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from rekindle.batch import Ask
@@ -93,11 +94,20 @@ class Sequence:
     ending: AnswerEnd | None = None  # its last token has gone out, and what is left is to say so
     late_capture: BoundaryKind | None = None  # of the prompt's end: it is taken when the last chunk comes back
     held: list[Token] | None = None  # that the client gets a moment later: the device is given its next step first
+    _key: np.ndarray | None = None
 
     def become(self, state: State) -> None:
         """Only the roster calls this, so that line, slots and state agree."""
         check_transition(self.request.id, self.state, state)
         self.state = state
+
+    @property
+    def key(self) -> np.ndarray:
+        """Its tokens as the index has them, int32. Made once, and anew when there are more: a long list takes half a
+        millisecond."""
+        if self._key is None or len(self._key) < len(self.tokens):
+            self._key = np.asarray(self.tokens, dtype=np.int32)
+        return self._key
 
     @property
     def slot(self) -> int:

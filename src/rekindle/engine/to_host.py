@@ -33,11 +33,19 @@ class OnHost:
             # The copy runs on the tensor's device, which need not be the current one.
             self._event.record(torch.cuda.current_stream(tensor.device))
 
+    @property
+    def arrived(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
     def take(self, read: Callable[[torch.Tensor], T]) -> T:
         """Wait for the copy and read it, once: its memory serves the next copy afterwards."""
         if self._event is None:
             return read(self._tensor)
-        self._event.synchronize()
+        self.wait()
         found = read(self._tensor)
         _idle.setdefault((self._tensor.dtype, self._tensor.shape), []).append(self._tensor)
         return found
@@ -49,6 +57,14 @@ class DrawnTokens:
     def __init__(self, tokens: torch.Tensor) -> None:
         self.tokens = tokens  # int64 [rows]
         self._host = OnHost(tokens)
+
+    @property
+    def arrived(self) -> bool:
+        """`on_host` would not wait."""
+        return self._host.arrived
+
+    def wait(self) -> None:
+        self._host.wait()
 
     def on_host(self) -> list[int]:
         found: list[int] = self._host.take(torch.Tensor.tolist)

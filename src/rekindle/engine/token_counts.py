@@ -30,7 +30,7 @@ class TokenCounts:
         counts = self._counts
         if counts is None or self._length > length:
             counts = torch.zeros(like.shape[-1], dtype=torch.int32, device=like.device)
-            counts.index_fill_(0, on_device(sorted(set(tokens[:prompt])), like.device), IN_PROMPT)
+            counts.index_fill_(0, on_device(tokens[:prompt], like.device), IN_PROMPT)
             self._length = min(prompt, length)
         missing = tokens[self._length : length]
         assert len(missing) == length - self._length, f"{length} tokens are wanted, {len(tokens)} are known"

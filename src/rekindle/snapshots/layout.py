@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -27,6 +27,15 @@ class OwnObject:
     rows: tuple[PartRow, ...]
     pieces: tuple[Bytes, ...]
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRun:
+    """Tensors of the own object that lie side by side in memory."""
+
+    rows: tuple[PartRow, ...]
+    start: int  # bytes of the object, with the padding behind the last tensor
+    stop: int
 
 
 def paged_parts(snapshot: Snapshot) -> list[Part]:
@@ -91,16 +100,32 @@ def read_pages(manifest: Manifest, bodies: Sequence[SlabSlice]) -> list[Pages]:
     return columns
 
 
-def read_snapshot(manifest: Manifest, tokens: np.ndarray, columns: Sequence[Pages], own: torch.Tensor) -> Snapshot:
+def own_runs(manifest: Manifest, most: int) -> list[OwnRun]:
+    """The own object in runs of at most `most` bytes, unless one tensor has more."""
+    runs = list[list[PartRow]]()
+    for row in manifest.parts:
+        stop = row.offset + row.bytes
+        if not runs or stop + -stop % ALIGNMENT - runs[-1][0].offset > most:
+            runs.append([])
+        runs[-1].append(row)
+    edges = pairwise((*(rows[0].offset for rows in runs), manifest.own_bytes))
+    return [OwnRun(tuple(rows), *edge) for rows, edge in zip(runs, edges, strict=True)]
+
+
+def read_snapshot(
+    manifest: Manifest, tokens: np.ndarray, columns: Sequence[Pages], own: Sequence[tuple[OwnRun, Bytes]]
+) -> Snapshot:
     """Put the pieces together; every tensor is a view."""
     logits: torch.Tensor | None = None
     tensors: dict[int, dict[str, torch.Tensor]] = {}  # by layer and name, in the order of the rows
-    for row in manifest.parts:
-        view = _view(own, row.offset, row.bytes, row.dtype, row.shape)
-        if row.layer is not None:
-            tensors.setdefault(row.layer, {})[row.name] = view
-        elif row.name == LOGITS:
-            logits = view
+    for run, memory in own:
+        content = torch.from_numpy(memory)
+        for row in run.rows:
+            view = _view(content, row.offset - run.start, row.bytes, row.dtype, row.shape)
+            if row.layer is not None:
+                tensors.setdefault(row.layer, {})[row.name] = view
+            elif row.name == LOGITS:
+                logits = view
     column_of = {row.layer: i for i, row in enumerate(manifest.page_rows)}
     parts = tuple(
         Part(layer, named, tuple(column[column_of[layer]] for column in columns) if layer in column_of else ())

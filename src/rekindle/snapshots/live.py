@@ -52,7 +52,7 @@ class LivePages:
             return
         with self._lock:
             self._names[column[0]] = name
-            self._live[name] = _LivePage(tuple(weakref.ref(page) for page in column), tokens)
+            self._live[name] = _LivePage(tuple(map(weakref.ref, column)), tokens)
 
     def forget(self, name: str) -> None:
         with self._lock:

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from rekindle.errors import BadSnapshotFile, SnapshotMismatch
 from rekindle.snapshots import layout
 from rekindle.snapshots.files import Bytes, check_size, read_into
 from rekindle.snapshots.folder import StoreFolder
+from rekindle.snapshots.layout import OwnRun
 from rekindle.snapshots.live import LivePages
 from rekindle.snapshots.manifest import PAGE_HEADER, Manifest
 from rekindle.snapshots.record import Expected, join_tokens
@@ -29,11 +29,11 @@ READERS = min(os.cpu_count() or 1, 8)  # threads that read snapshots
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Reading:
-    """An object, and memory for it in a slab; token ids of a page have theirs outside."""
+    """An object, and memory for it in slabs; token ids of a page have theirs outside."""
 
     name: str
     memories: tuple[Bytes, ...]
-    slab: Slab
+    slabs: tuple[Slab, ...]
 
 
 class Loader:
@@ -71,7 +71,7 @@ class Loader:
         self._expected.check_tokens(tokens, id, listed.whose)
         try:
             by_page = [columns[name][0] for name in listed.pages]
-            snapshot = layout.read_snapshot(listed, tokens, by_page, torch.from_numpy(own.memory))
+            snapshot = layout.read_snapshot(listed, tokens, by_page, own)
         except SnapshotMismatch as error:
             raise BadSnapshotFile(f"{id}: {error}") from error
         for name in wanted:
@@ -80,13 +80,16 @@ class Loader:
 
     def _verified(
         self, listed: Manifest, wanted: Sequence[str], make_room: MakeRoom | None
-    ) -> tuple[SlabSlice, np.ndarray, list[SlabSlice]]:
+    ) -> tuple[list[tuple[OwnRun, Bytes]], np.ndarray, list[SlabSlice]]:
         """Read the own object and the wanted pages and check their digests, several at a time, the longest first:
         -> own object, token ids int32 [pages, PAGE], the rest of each page object."""
         body = listed.page_bytes - PAGE_HEADER
         coming = listed.own_bytes + len(wanted) * body
-        own = self._own_cuts.cut(listed.own_bytes)
-        work = deque([_Reading(listed.own, (own.memory,), own.slab)])
+        # In runs that fit the slabs in stock: a larger one would have to be made first, which takes as long as to read.
+        runs = layout.own_runs(listed, self._slabs.size)
+        pieces = [self._own_cuts.cut(run.stop - run.start) for run in runs]
+        own = [(run, piece.memory) for run, piece in zip(runs, pieces, strict=True)]
+        work = deque([_Reading(listed.own, tuple(p.memory for p in pieces), tuple(p.slab for p in pieces))])
         if make_room is not None and coming > self._slabs.spare():
             self._verify_all(work)  # alone, so that an altered one evicts nothing
             make_room(coming)
@@ -94,7 +97,7 @@ class Loader:
         heads = np.empty((len(wanted), PAGE), dtype=np.int32)
         bodies = [self._page_cuts.cut(body) for _ in wanted]
         for name, head, piece in zip(wanted, heads.view(np.uint8), bodies, strict=True):
-            work.append(_Reading(name, (head, piece.memory), piece.slab))
+            work.append(_Reading(name, (head, piece.memory), (piece.slab,)))
         for reader in [self._readers.submit(self._verify_all, work) for _ in range(min(READERS, len(work)))]:
             reader.result()
         return own, heads, bodies
@@ -113,7 +116,8 @@ class Loader:
                 raise
 
     def _verify(self, reading: _Reading) -> None:
-        reading.slab.make()
+        for slab in reading.slabs:
+            slab.make()
         if read_into(reading.memories, f"{self._folder.objects}/{reading.name}") != reading.name:
             self._drop_object(reading.name)
             raise BadSnapshotFile(f"object {reading.name} has been altered: its digest is not its name")

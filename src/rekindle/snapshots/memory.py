@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from rekindle.snapshots.types import Page, Snapshot
@@ -15,7 +14,7 @@ class MemoryStore:
         self.budget = budget
         self.bytes = 0
         self._held: set[Snapshot] = set()
-        self._pages: Counter[Page] = Counter()  # how many held snapshots share a page
+        self._pages: dict[Page, int] = {}  # how many held snapshots share a page
 
     def __len__(self) -> int:
         return len(self._held)
@@ -28,8 +27,9 @@ class MemoryStore:
         self._held.add(snapshot)
         self.bytes += snapshot.own_bytes
         for page in _pages_of(snapshot):
-            self._pages[page] += 1
-            if self._pages[page] == 1:
+            shared = self._pages.get(page, 0)
+            self._pages[page] = shared + 1
+            if not shared:
                 self.bytes += page.nbytes
 
     def remove(self, snapshot: Snapshot) -> None:
@@ -37,9 +37,9 @@ class MemoryStore:
         self._held.remove(snapshot)
         self.bytes -= snapshot.own_bytes
         for page in _pages_of(snapshot):
-            self._pages[page] -= 1
-            if self._pages[page] == 0:
-                del self._pages[page]
+            if (shared := self._pages.pop(page)) > 1:
+                self._pages[page] = shared - 1
+            else:
                 self.bytes -= page.nbytes
 
 

@@ -37,33 +37,31 @@ class Page:
     content address).
     """
 
-    __slots__ = ("__weakref__", "_number", "_run", "slab")
+    __slots__ = ("__weakref__", "_number", "_run", "address", "nbytes", "slab")
 
     def __init__(self, data: torch.Tensor, slab: Slab | None = None) -> None:
         """data: [2, PAGE, kv_heads, row] in host memory, contiguous; row is head_dim for float types.
         slab: that it lies in."""
         self._run, self._number, self.slab = data, -1, slab
+        self.nbytes, self.address = data.nbytes, data.data_ptr()
 
     @classmethod
     def all_of(cls, run: torch.Tensor, slab: Slab | None) -> list[Page]:
         """The pages [pages, 2, PAGE, kv_heads, row] that lie behind each other. A tensor for each is made when it is
-        asked for: to make them all would cost a capture more than its copies."""
-        pages = [cls(run, slab) for _ in range(len(run))]
-        for number, page in enumerate(pages):
-            page._number = number
+        asked for: to make them all would cost a capture more than its copies, and so would asking torch for the size
+        and the address of each."""
+        count, start, pages = run.shape[0], run.data_ptr(), list[Page]()
+        nbytes = run.nbytes // max(1, count)
+        for number in range(count):
+            page = cls.__new__(cls)
+            page._run, page._number, page.slab = run, number, slab
+            page.nbytes, page.address = nbytes, start + number * nbytes
+            pages.append(page)
         return pages
 
     @property
     def data(self) -> torch.Tensor:
         return self._run if self._number < 0 else self._run[self._number]
-
-    @property
-    def nbytes(self) -> int:
-        return self._run.nbytes if self._number < 0 else self._run.nbytes // len(self._run)
-
-    @property
-    def address(self) -> int:
-        return self._run.data_ptr() if self._number < 0 else self._run.data_ptr() + self._number * self.nbytes
 
     @property
     def pinned(self) -> bool:

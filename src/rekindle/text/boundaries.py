@@ -87,8 +87,10 @@ def boundaries_of_tokens(
     _check_ids(tokens, tokenizer)
     roles = role_starts or known_role_starts(tokenizer)
     openers = tool_opener_ids(tokenizer)
-    starts = tuple(i for i, token in enumerate(tokens) if token in roles.ids)
-    opened = tuple(i for i, token in enumerate(tokens) if token in openers)
+    marked = roles.ids | openers
+    found = [] if marked.isdisjoint(tokens) else [(i, token) for i, token in enumerate(tokens) if token in marked]
+    starts = tuple(i for i, token in found if token in roles.ids)
+    opened = tuple(i for i, token in found if token in openers)
     begins_with_system = bool(starts) and _role_is(tokens, starts[0], roles, tokenizer, SYSTEM_ROLES)
     structure = Structure(starts, 1 if begins_with_system else None, opened)
     return with_boundaries(tokens, structure, roles, tokenizer)

@@ -19,7 +19,7 @@ the inner side of outer whitespace, so trimming works; they are removed before a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,17 +97,21 @@ def check_depth(value: Any, field: str) -> None:
 
 def is_deep(value: Any) -> bool:
     """Templates, encoders and our own walks go down one call a level, so there must not be too many."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for container in level
-            if isinstance(container, dict | list)
-            for item in (container.values() if isinstance(container, dict) else container)
-        ]
+    level = _filled([value])
+    for _ in range(MAX_DEPTH - 1):
+        contents = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for values in contents for inner in _filled(values)]
         if not level:
             return False
     return True
+
+
+def _filled(values: Collection[Any]) -> list[Any]:
+    """The lists and objects among them that hold something. Without a look at each where there are none: a prompt may
+    be a hundred thousand numbers."""
+    if not any(issubclass(kind, dict | list) for kind in set(map(type, values))):
+        return []
+    return [value for value in values if isinstance(value, dict | list) and value]
 
 
 def plain(value: Any, field: str) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from rekindle.buffers import DRAWN_ROWS
 from rekindle.engine import sampler
-from rekindle.engine.recorded_draws import OPEN, RecordedDraws
+from rekindle.engine.recorded_draws import GREEDY, OPEN, RecordedDraws
 from rekindle.engine.sampler import uniform
 from rekindle.engine.token_counts import TokenCounts
 from rekindle.engine.types import Sampling
@@ -204,11 +204,21 @@ def test_logits_that_lie_otherwise_are_drawn_call_by_call() -> None:
 def test_likely_draws_are_recorded_before_the_first() -> None:
     draws, record = recorded(slots=3)
     draws.make_ready()
-    assert sorted(draws._replays) == [(1, OPEN), (1, 32), (2, OPEN), (2, 32), (3, OPEN), (4, 32)]
+    widths = [(1, OPEN), (1, GREEDY), (1, 32), (2, OPEN), (2, GREEDY), (2, 32), (3, OPEN), (4, GREEDY), (4, 32)]
+    assert sorted(draws._replays) == widths
     torch.manual_seed(8)
-    for sampling in (Sampling(top_k=20), Sampling()):
+    for sampling in (Sampling(top_k=20), Sampling(), Sampling(temperature=0, presence_penalty=1.5)):
         draws(logits_of(3), [Row(sampling)] * 3)
-    assert (record.recorded, record.replayed) == (6, 2)
+    assert (record.recorded, record.replayed) == (9, 3)
+
+
+def test_one_row_is_recorded_however_long_it_is() -> None:
+    """As a snapshot has it: no row lies behind it."""
+    draws, record = recorded()
+    row, logits = Row(Sampling(top_k=20)), torch.randn(VOCAB)[None]
+    assert logits.stride(0) % 4, "rows of this length cannot lie side by side"
+    assert draws(logits, [twin(row)]).tolist() == sampler.draw(logits, [row]).tolist()
+    assert record.replayed == 1
 
 
 def test_uniform_numbers_are_those_of_a_generator_set_to_the_position() -> None:

@@ -165,7 +165,7 @@ def count_tokens(counts: Tensor, tokens: Sequence[int]) -> None:
 
 def on_device(tokens: Sequence[int], device: torch.device) -> Tensor:
     """int64 [tokens], without a wait for what the device still does."""
-    host = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+    host = torch.from_numpy(np.array(tokens, dtype=np.int64))  # by torch alone a long prompt takes three times as long
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
