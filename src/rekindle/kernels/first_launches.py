@@ -1,4 +1,4 @@
-"""Kernels that Triton had to compile, or read from its cache, because they were launched for the first time.
+"""Kernels that Triton has to compile, or to read from its cache, when they are launched for the first time.
 
 All that requests need is launched before the first of them; what is counted afterwards, a request has waited for.
 """
@@ -9,6 +9,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +23,21 @@ def watch_first_launches() -> None:
     from triton import knobs  # only beside a GPU is it installed
 
     knobs.compilation.listener = _note
+
+
+@contextmanager
+def identifying_triton() -> Iterator[None]:
+    """Reads Triton's own files on a thread while the block runs: their digest is part of every kernel's key, and the
+    first launch would wait for all 400 MB. What goes wrong here goes wrong there too, and is said there."""
+    with ThreadPoolExecutor(1, "rekindle-triton") as thread:
+        thread.submit(_identify_triton)
+        yield
+
+
+def _identify_triton() -> None:
+    from triton.runtime.cache import triton_key  # which keeps what it finds
+
+    triton_key()
 
 
 @contextmanager
