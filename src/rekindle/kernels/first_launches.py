@@ -11,7 +11,11 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
+from pkgutil import walk_packages
 from typing import Any
+
+from rekindle import kernels
 
 log = logging.getLogger(__name__)
 
@@ -26,11 +30,13 @@ def watch_first_launches() -> None:
 
 
 @contextmanager
-def identifying_triton() -> Iterator[None]:
-    """Reads Triton's own files on a thread while the block runs: their digest is part of every kernel's key, and the
-    first launch would wait for all 400 MB. What goes wrong here goes wrong there too, and is said there."""
+def preparing_launches() -> Iterator[None]:
+    """While the block runs, a thread does what first launches would wait for: it reads Triton's own files, all 400 MB,
+    whose digest is part of every kernel's key, and imports our kernels. What goes wrong here goes wrong there too, and
+    is said there."""
     with ThreadPoolExecutor(1, "rekindle-triton") as thread:
         thread.submit(_identify_triton)
+        thread.submit(_import_kernels)
         yield
 
 
@@ -38,6 +44,12 @@ def _identify_triton() -> None:
     from triton.runtime.cache import triton_key  # which keeps what it finds
 
     triton_key()
+
+
+def _import_kernels() -> None:
+    for module in walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        if module.name.endswith(".triton"):
+            import_module(module.name)
 
 
 @contextmanager
