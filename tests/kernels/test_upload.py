@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from rekindle.kernels import upload as module
 from rekindle.kernels.upload import CopyThreads, Uploads, copy_through, upload, upload_values
+from rekindle.weights.source import SourceFile
+from rekindle.weights.stored import Stored as StoredTensor
+from rekindle.weights.stored import UnreadRows
+from rekindle.weights.types import TensorInfo
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
 def test_many_threads_copy_every_byte_once(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(module, "PIECE", 64)
-    source = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
-    target = torch.zeros(size + 8, dtype=torch.uint8)
+    source = torch.from_numpy(np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8))
+    target = torch.zeros(size + 8, dtype=torch.uint8, device="cpu")
     threads = CopyThreads(3)
     for work in threads.fill([target[:size]], [source]):
         work.result()
@@ -28,16 +34,16 @@ def test_bytes_larger_than_the_buffers_go_through_them_in_parts(monkeypatch: pyt
     """The path of weights to a GPU, with a stream that has always passed and buffers that are not pinned."""
     made = list[int]()
 
-    def empty(size: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+    def empty(size: int, dtype: torch.dtype, device: str, pin_memory: bool) -> torch.Tensor:
         assert pin_memory
         made.append(size)
-        return torch.full((size,), 255, dtype=dtype)
+        return torch.full((size,), 255, dtype=dtype, device=device)
 
     monkeypatch.setattr(torch, "empty", empty)
     source = np.arange(size).astype(np.uint8)
     uploads = load_uploads(monkeypatch)
     for raw in (source, Stored(source)):
-        out = torch.zeros(size, dtype=torch.uint8)
+        out = torch.zeros(size, dtype=torch.uint8, device="cpu")
         copy_through(uploads, raw, out)
         assert np.array_equal(out.numpy(), source)
     assert made == [1024] * min(module.LOAD_BUFFERS, 2 * -(-size // 1024)), "few buffers, which all tensors share"
@@ -75,10 +81,10 @@ def test_a_file_that_cannot_be_read_fails_once_and_keeps_no_buffer(
     monkeypatch: pytest.MonkeyPatch, broken: int
 ) -> None:
     plain = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: plain(size, dtype=dtype))
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device, pin_memory: plain(size, dtype=dtype, device=device))
     uploads = load_uploads(monkeypatch)
     content = np.random.default_rng(broken).integers(0, 256, 10_000, dtype=np.uint8)
-    out = torch.zeros(content.size, dtype=torch.uint8)
+    out = torch.zeros(content.size, dtype=torch.uint8, device="cpu")
     for _ in range(2 * module.LOAD_BUFFERS):
         with pytest.raises(OSError, match="cut short"):
             copy_through(uploads, Stored(content, broken), out)
@@ -88,10 +94,10 @@ def test_a_file_that_cannot_be_read_fails_once_and_keeps_no_buffer(
 
 def test_a_copy_that_fails_keeps_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: plain(size, dtype=dtype))
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device, pin_memory: plain(size, dtype=dtype, device=device))
     uploads = load_uploads(monkeypatch)
     content = np.arange(10_000).astype(np.uint8)
-    out = torch.zeros(content.size, dtype=torch.uint8)
+    out = torch.zeros(content.size, dtype=torch.uint8, device="cpu")
     copy, errors = torch.Tensor.copy_, []
 
     def fail(*_: object, **__: object) -> None:
@@ -130,3 +136,20 @@ def test_values_are_copied_and_not_shared() -> None:
     out = upload_values(values, torch.device("cpu"))
     values[:] = 0
     assert out.tolist() == [1, 1, 1]
+
+
+def test_a_gpu_gets_every_byte_while_it_is_busy_with_the_tensors_before(gpu: torch.device, tmp_path: Path) -> None:
+    """Buffers are filled again while copies out of them wait behind launches: each for what it holds alone."""
+    content = np.random.default_rng(3).integers(0, 256, 3 * module.LOAD_BUFFER + 12_345, dtype=np.uint8)
+    (tmp_path / "rows").write_bytes(content.tobytes())
+    file, large = SourceFile(tmp_path / "rows"), torch.randn(8192, 8192, device=gpu)
+    sizes = [content.size, 1, 4097, module.LOAD_BUFFER, content.size // 2, 3 * module.PIECE + 1] * 3
+    found = list[tuple[int, torch.Tensor, torch.Tensor]]()
+    for start, size in enumerate(sizes):  # each begins elsewhere in the file
+        size = min(size, content.size - start)
+        rows = UnreadRows.of(StoredTensor(TensorInfo("rows", (1, size), "I8", size), file, start), (1, size))
+        large = large @ large * 1e-4  # the stream is kept busy
+        found.append((start, upload(rows, gpu), upload_values(np.full(9, start, np.float32), gpu)))
+    for start, rows, values in found:
+        assert np.array_equal(rows.cpu().numpy()[0], content[start : start + rows.shape[1]])
+        assert values.tolist() == [start] * 9

@@ -282,7 +282,7 @@ def upload_values(values: np.ndarray, device: torch.device) -> Tensor:
 def _load_uploads(device: torch.device) -> Uploads:
     """Made once: fresh pinned memory is slow, and the device may still read the last tensor's."""
     return Uploads(
-        lambda: torch.empty(LOAD_BUFFER, dtype=torch.uint8, pin_memory=True),
+        lambda: torch.empty(LOAD_BUFFER, dtype=torch.uint8, device="cpu", pin_memory=True),
         lambda: Passed(torch.cuda.current_stream(device)),
         LOAD_BUFFER,
         LOAD_BUFFERS,

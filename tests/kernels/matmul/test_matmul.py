@@ -197,7 +197,7 @@ def test_a_choice_between_addresses_reads_what_one_between_pointers_does(
 @pytest.mark.parametrize("words", [1, 4, 16])
 @pytest.mark.parametrize("n", [1, 5])
 def test_fields_lie_in_a_word_in_their_order(width: int, words: int, n: int) -> None:
-    fields = torch.randint(0, 1 << width, (n, 32 // width, words), generator=torch.Generator().manual_seed(width))
+    fields = torch.from_numpy(np.random.default_rng(width).integers(0, 1 << width, (n, 32 // width, words)))
     expected = sum(fields[:, j] << width * j for j in range(32 // width))
     folded = _fold(fields.to(torch.uint8), width)
     assert folded.dtype == torch.int32
