@@ -15,6 +15,7 @@ from rekindle.build import model as opening
 from rekindle.config import Config
 from rekindle.errors import BadModelFile
 from rekindle.grammar import compiler
+from rekindle.weights import gguf_file
 
 PATIENCE = 60  # seconds
 
@@ -42,6 +43,25 @@ def test_weights_are_loaded_while_the_text_is_read(config: Config, monkeypatch: 
     built = building.build_engine(config)
     built.stop()
     assert built.model.tokenizer.vocab_size == built.model.spec.vocab
+
+
+def test_a_model_is_identified_before_its_text_takes_the_interpreter(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, identify, read = list[str](), gguf_file.fingerprint, opening._tokenizer_of
+
+    def note_identity(*given: Any) -> str:
+        order.append("identity")
+        return identify(*given)
+
+    def note_text(*given: Any) -> Any:
+        order.append("text")
+        return read(*given)
+
+    monkeypatch.setattr(gguf_file, "fingerprint", note_identity)
+    monkeypatch.setattr(opening, "_tokenizer_of", note_text)
+    building.build_engine(config).stop()
+    assert order == ["identity", "text"]
 
 
 def test_a_model_is_served_when_its_table_for_grammars_is_made(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

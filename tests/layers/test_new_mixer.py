@@ -167,6 +167,8 @@ class PaperFile:
     def raw(self, name: str) -> np.ndarray:
         return self._values[name].view(np.uint8)
 
+    unread = raw
+
 
 def stage(span: Span | None = None, slots: int = 3, pages: int = 32, **options: Any) -> LocalStage:
     file: Any = PaperFile(sum_model())

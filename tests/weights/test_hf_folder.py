@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support.unread import read_in_pieces
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -177,6 +178,7 @@ def test_every_stored_type_gives_its_own_values_and_bytes(dtype: torch.dtype, tm
     assert file.tensors["blk.0.attn_norm.weight"].type == "F32"
     for tensor, info in file.tensors.items():
         assert file.raw(tensor).nbytes == info.nbytes
+        np.testing.assert_array_equal(read_in_pieces(file.unread(tensor)), file.raw(tensor))
         assert file.values(tensor).shape == info.shape
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.unread import read_in_pieces
 
 from rekindle.errors import BadModelFile
 from rekindle.weights import WeightFile, open_weights
@@ -99,3 +100,26 @@ def test_a_pipe_is_no_model(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(BadModelFile, match="not a regular file"):
         open_weights(tmp_path / "pipe.gguf")
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen35-Q4_K_M.gguf", "tiny-qwen35moe-Q4_K_M.gguf"])
+def test_bytes_that_are_read_into_anothers_memory_are_the_same(golden: Path, name: str) -> None:
+    file = open_weights(golden / name)
+    streamed = [tensor for tensor in file.tensors if not isinstance(file.unread(tensor), np.ndarray)]
+    assert len(streamed) == len(file.tensors), "the family moves no rows"
+    for tensor in file.tensors:
+        np.testing.assert_array_equal(read_in_pieces(file.unread(tensor), 1 << 12), file.raw(tensor))
+
+
+def test_rows_that_a_converter_moved_are_read_and_moved_back(smollm2: Path) -> None:
+    file = open_weights(smollm2)
+    assert isinstance(file.unread("blk.0.attn_q.weight"), np.ndarray)
+    for tensor in ("blk.0.attn_q.weight", "blk.0.attn_v.weight"):
+        np.testing.assert_array_equal(read_in_pieces(file.unread(tensor), 1 << 16), file.raw(tensor))
+
+
+def test_a_file_that_is_cut_short_says_so_to_who_reads_into_memory_of_its_own(model: Path) -> None:
+    file = open_weights(model)
+    os.truncate(model, model.stat().st_size // 8)
+    with pytest.raises(BadModelFile, match=r"model\.gguf was cut short while it was read"):
+        [read_in_pieces(file.unread(name)) for name in file.tensors]

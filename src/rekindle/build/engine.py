@@ -61,6 +61,8 @@ def build_engine(
         if hosts is not None:
             undo.callback(hosts.stop)
         undo.callback(model.wait_for_text)
+        # Some thousand short reads: beside the thread of the text most of them would wait for the interpreter.
+        model.file.fingerprint()
         model.read_ahead(grammars)
         built = _build(config, model, hosts, _checking(model, on_progress), on_kernels, undo)
         model.wait_for_text()

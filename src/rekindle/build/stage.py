@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -18,7 +18,7 @@ from rekindle.build.types import DTYPES, check_heads
 from rekindle.errors import BadConfig
 from rekindle.experts import RoutingCounts, SpanExperts, kept_slots
 from rekindle.kernels.device_memory import DeviceMemory, PagePlaces
-from rekindle.kernels.first_launches import watch_first_launches
+from rekindle.kernels.first_launches import preparing_launches, watch_first_launches
 from rekindle.layers import load_span
 from rekindle.layers.base import page_shapes
 from rekindle.layers.slot_memory import state_slots
@@ -122,7 +122,8 @@ def load_stage(
             loading.enter_context(torch.cuda.device(device))  # kernels pack the weights, on the current device
             watch_first_launches()
             loading.enter_context(compiling_ahead(_compile_job(file, config), on_kernels))
-        span = load_span(file, config.span, device, dtype, on_progress, experts)
+        with preparing_launches() if device.type == "cuda" else nullcontext():
+            span = load_span(file, config.span, device, dtype, on_progress, experts)
         file.files.check()
         if memory is None and config.slot_pages:  # after the weights, which take more while they are loaded
             memory = _shared_memory(file, config, device, dtype)

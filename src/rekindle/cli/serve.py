@@ -237,11 +237,13 @@ def serve(
     sources = make_sources(_presets(config, models or [], presets, name), text)
     served = ModelHost(sources, idle_unload)
     traces = Traces(otlp) if otlp is not None else None
-    # The token loop and the HTTP side share one interpreter lock; its default interval, 5 ms, is three tokens long.
-    # While a model is loaded, the threads that read weights share it with the one that reads the vocabulary.
-    sys.setswitchinterval(0.0005)
+    # The threads that read weights share one interpreter lock with the one that reads the vocabulary, and each of them
+    # needs it for a moment every millisecond.
+    sys.setswitchinterval(0.0001)
     try:
         options.start_with_progress(served, sources[0])
+        # The token loop and the HTTP side share it, too; its default interval, 5 ms, is three tokens long.
+        sys.setswitchinterval(0.0005)
         app = create_app(served, guard, listeners=(write_line, *([traces] if traces is not None else [])))
         asyncio.run(run_in_threadpool(int))  # imports modules that the first request would else import
         # All objects so far stay; without freeze each collection would walk through them while the token loop waits.

@@ -21,6 +21,7 @@ from rekindle.experts.stored import StoredExperts, stored_experts
 from rekindle.kernels.device_memory import DeviceMemory
 from rekindle.kernels.matmul import Lanes, Matrix, make_matrix, stays_quantised
 from rekindle.kernels.moe import ExpertStack, SharedExpert, make_router, make_stack, moe, route
+from rekindle.kernels.upload import upload_values
 from rekindle.weights import WeightFile
 
 log = logging.getLogger(__name__)
@@ -144,15 +145,15 @@ def load_routed_ffn(
     def stack(part: str) -> ExpertStack:
         info = file.tensors[f"{name}.{part}.weight"]
         experts, rows, columns = info.shape
-        return make_stack(file.raw(info.name), info.type, (experts, rows, columns), device, dtype)
+        return make_stack(file.unread(info.name), info.type, (experts, rows, columns), device, dtype)
 
     def matrix(part: str) -> Matrix:
         info = file.tensors[f"{name}.{part}.weight"]
         rows, columns = info.shape
-        return make_matrix(file.raw(info.name), info.type, (rows, columns), device, dtype)
+        return make_matrix(file.unread(info.name), info.type, (rows, columns), device, dtype)
 
     def values(part: str) -> torch.Tensor:
-        return torch.from_numpy(file.values(f"{name}.{part}.weight").copy()).to(device)
+        return upload_values(file.values(f"{name}.{part}.weight"), device)
 
     router, used = make_router(values("ffn_gate_inp")), file.spec.ffn.used
     shared = SharedExpert(

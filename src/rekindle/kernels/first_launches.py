@@ -1,4 +1,4 @@
-"""Kernels that Triton had to compile, or read from its cache, because they were launched for the first time.
+"""Kernels that Triton has to compile, or to read from its cache, when they are launched for the first time.
 
 All that requests need is launched before the first of them; what is counted afterwards, a request has waited for.
 """
@@ -9,8 +9,13 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
+from pkgutil import walk_packages
 from typing import Any
+
+from rekindle import kernels
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +27,29 @@ def watch_first_launches() -> None:
     from triton import knobs  # only beside a GPU is it installed
 
     knobs.compilation.listener = _note
+
+
+@contextmanager
+def preparing_launches() -> Iterator[None]:
+    """While the block runs, a thread does what first launches would wait for: it reads Triton's own files, all 400 MB,
+    whose digest is part of every kernel's key, and imports our kernels. What goes wrong here goes wrong there too, and
+    is said there."""
+    with ThreadPoolExecutor(1, "rekindle-triton") as thread:
+        thread.submit(_identify_triton)
+        thread.submit(_import_kernels)
+        yield
+
+
+def _identify_triton() -> None:
+    from triton.runtime.cache import triton_key  # which keeps what it finds
+
+    triton_key()
+
+
+def _import_kernels() -> None:
+    for module in walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        if module.name.endswith(".triton"):
+            import_module(module.name)
 
 
 @contextmanager

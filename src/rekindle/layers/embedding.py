@@ -65,4 +65,4 @@ def load_embedding(file: WeightFile, device: torch.device, dtype: torch.dtype, h
     if device.type == "cpu":
         return HostEmbedding(file.raw(NAME), info.type, info.shape[1], device, dtype)
     rows, columns = info.shape
-    return DeviceEmbedding(make_matrix(file.raw(NAME), info.type, (rows, columns), device, dtype), device, dtype)
+    return DeviceEmbedding(make_matrix(file.unread(NAME), info.type, (rows, columns), device, dtype), device, dtype)

@@ -9,6 +9,7 @@ import torch
 
 from rekindle.experts import ExpertSet, RoutedFfn, SpanExperts, load_routed_ffn
 from rekindle.kernels.matmul import Matrix, make_matrix
+from rekindle.kernels.upload import upload_values
 from rekindle.layers.base import block_of
 from rekindle.layers.embedding import Embedding, load_embedding
 from rekindle.layers.ffn import DenseFfn
@@ -100,14 +101,14 @@ class _Loader:
     def matrix(self, name: str) -> Matrix:
         info = self.file.tensors[name]
         rows, columns = info.shape
-        matrix = make_matrix(self.file.raw(name), info.type, (rows, columns), self.device, self.dtype)
+        matrix = make_matrix(self.file.unread(name), info.type, (rows, columns), self.device, self.dtype)
         self._count(info.nbytes)
         return matrix
 
     def vector(self, name: str) -> torch.Tensor:
         """Norms, decays and the like stay float32 on every device."""
         self._count(self.file.tensors[name].nbytes)
-        return torch.from_numpy(self.file.values(name).copy()).to(self.device)
+        return upload_values(self.file.values(name), self.device)
 
     def _total_bytes(self) -> int:
         prefixes = tuple(f"blk.{index}." for index in self.span.layers)

@@ -25,7 +25,7 @@ from rekindle.weights.fingerprint import fingerprint
 from rekindle.weights.gguf_header import MAX_DIMENSIONS, Strings, read_part
 from rekindle.weights.source import SourceFile, SourceFiles
 from rekindle.weights.spec_reader import read_family, read_spec
-from rekindle.weights.stored import Stored, decode, require_decodable
+from rekindle.weights.stored import Stored, UnreadRows, decode, require_decodable
 from rekindle.weights.types import TensorInfo
 
 MOST_FACTORS = 1 << 12
@@ -85,13 +85,17 @@ class _Gguf:
         return self._metadata
 
     def raw(self, name: str) -> np.ndarray:
+        rows = self.unread(name)
+        return rows if isinstance(rows, np.ndarray) else rows.read()
+
+    def unread(self, name: str) -> np.ndarray | UnreadRows:
         if name not in self._tensors:
             raise BadModelFile(f"{self._path} has no tensor {name}")
         if name not in self._stored:
             return self._half_of_fused(name)
-        data = self._stored[name].rows()
+        stored = self._stored[name]
         change = self._family.gguf_order(self._spec, re.sub(r"^blk\.\d+\.", "", name))
-        return data if change is None else change(data)
+        return UnreadRows.of(stored, stored.info.shape) if change is None else change(stored.rows())
 
     def values(self, name: str) -> np.ndarray:
         return decode(self.raw(name), self._tensors[name])

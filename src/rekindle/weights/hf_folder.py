@@ -24,7 +24,7 @@ from rekindle.weights.hf_names import Recipe, nextn_recipes, recipes
 from rekindle.weights.safetensors_table import TYPES, read_folder, read_json
 from rekindle.weights.source import SourceFiles
 from rekindle.weights.spec_reader import read_spec
-from rekindle.weights.stored import Stored, decode
+from rekindle.weights.stored import Stored, UnreadRows, decode
 from rekindle.weights.types import TensorInfo
 
 _PREFIXES = ("model.language_model.", "model.")
@@ -78,10 +78,16 @@ class HfFolder:
         return self._metadata
 
     def raw(self, name: str) -> np.ndarray:
+        rows = self.unread(name)
+        return rows if isinstance(rows, np.ndarray) else rows.read()
+
+    def unread(self, name: str) -> np.ndarray | UnreadRows:
         recipe = self._recipe(name)
-        if recipe.compute is None:
-            return self._moved(recipe)
-        return self.values(name).view(np.uint8).reshape(math.prod(recipe.shape[:-1]), -1)
+        if recipe.compute is not None:
+            return self.values(name).view(np.uint8).reshape(math.prod(recipe.shape[:-1]), -1)
+        if recipe.move is None and len(recipe.sources) == 1:
+            return UnreadRows.of(self._stored[recipe.sources[0]], recipe.shape)
+        return self._moved(recipe)
 
     def values(self, name: str) -> np.ndarray:
         recipe = self._recipe(name)

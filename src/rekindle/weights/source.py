@@ -58,12 +58,13 @@ class SourceFile:
         target = np.empty(stop - start, np.uint8)
         pieces = range(0, target.size, PIECE)
         if len(pieces) > 1:
-            list(_threads().map(lambda at: self._fill(target[at : at + PIECE], start + at), pieces))
+            list(_threads().map(lambda at: self.read_into(target[at : at + PIECE], start + at), pieces))
         else:
-            self._fill(target, start)
+            self.read_into(target, start)
         return target
 
-    def _fill(self, target: np.ndarray, start: int) -> None:
+    def read_into(self, target: np.ndarray, start: int) -> None:
+        """Fills the target, flat uint8, with the bytes from `start` on, on the caller's thread."""
         done = 0
         while done < target.size:
             try:

@@ -31,6 +31,28 @@ class Stored:
         return self.file.read(self.start + start, self.start + stop)
 
 
+@dataclass(frozen=True, slots=True)
+class UnreadRows:
+    """The rows of a stored tensor, uint8 [rows, bytes of a row], before they are read: who wants them in memory of its
+    own reads them straight there."""
+
+    stored: Stored
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, stored: Stored, shape: tuple[int, ...]) -> UnreadRows:
+        """shape: of the tensor; its elements lie in the file in this order."""
+        rows = math.prod(shape[:-1])
+        return cls(stored, (rows, stored.info.nbytes // rows))
+
+    def read(self) -> np.ndarray:
+        return self.stored.rows().reshape(self.shape)
+
+    def read_into(self, target: np.ndarray, start: int) -> None:
+        """Fills the flat target with the bytes from `start` on, on the caller's thread."""
+        self.stored.file.read_into(target, self.stored.start + start)
+
+
 def row_bytes(columns: int, type: str) -> int | None:
     """Bytes of one row, or None where the row is no whole number of quantisation blocks."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[type]]

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from rekindle.spec import ModelSpec
 from rekindle.weights.source import SourceFiles
+
+if TYPE_CHECKING:
+    from rekindle.weights.stored import UnreadRows  # it needs TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,10 @@ class WeightFile(Protocol):
     def metadata(self) -> Mapping[str, Any]: ...
     def raw(self, name: str) -> np.ndarray:
         """The stored bytes, uint8 [rows, bytes of a row] (all leading dimensions are rows); the caller's own."""
+        ...
+
+    def unread(self, name: str) -> np.ndarray | UnreadRows:
+        """The same, not read yet where they lie in the file as they are."""
         ...
 
     def values(self, name: str) -> np.ndarray:

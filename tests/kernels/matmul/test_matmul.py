@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 from rekindle.kernels import matmul
 from rekindle.kernels.matmul import expand, naive, scalar_gemv, tile_semaphores, tiled, tiles
 from rekindle.kernels.matmul import triton as fast
-from rekindle.kernels.matmul.packing import FORMATS
+from rekindle.kernels.matmul.packing import FORMATS, _fold
 from rekindle.kernels.matmul.tile_semaphores import semaphores
 from rekindle.kernels.matmul.types import Matrix
 
@@ -191,3 +191,15 @@ def test_a_choice_between_addresses_reads_what_one_between_pointers_does(
     expected = fast.swiglu(x, gate, up)
     monkeypatch.setattr(tiles, "is_hip", lambda: True)
     assert torch.equal(fast.swiglu(x, gate, up), expected)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("words", [1, 4, 16])
+@pytest.mark.parametrize("n", [1, 5])
+def test_fields_lie_in_a_word_in_their_order(width: int, words: int, n: int) -> None:
+    fields = torch.from_numpy(np.random.default_rng(width).integers(0, 1 << width, (n, 32 // width, words)))
+    expected = sum(fields[:, j] << width * j for j in range(32 // width))
+    folded = _fold(fields.to(torch.uint8), width)
+    assert folded.dtype == torch.int32
+    assert folded.is_contiguous()
+    assert torch.equal(folded.to(torch.int64) & 0xFFFFFFFF, expected)

@@ -53,12 +53,12 @@ from rekindle.kernels.matmul import cpu, naive
 from rekindle.kernels.matmul.dense import PLAIN, kept_dtype, product
 from rekindle.kernels.matmul.packing import FORMATS, pack
 from rekindle.kernels.matmul.types import FEW_ROWS, Lanes, Matrix, Packed
-from rekindle.kernels.upload import upload
+from rekindle.kernels.upload import Raw, as_array, upload
 
 SLAB = 1 << 24  # weights expanded at a time on the CPU
 
 
-def make_matrix(raw: np.ndarray, type: str, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Matrix:
+def make_matrix(raw: Raw, type: str, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Matrix:
     """raw uint8 [out, bytes of a row] of a GGUF type -> a weight on the device.
 
     On a GPU the types of `packing` stay quantised, in planes, and on a CPU those of `cpu`, in lanes; everything else is
@@ -67,7 +67,7 @@ def make_matrix(raw: np.ndarray, type: str, shape: tuple[int, int], device: torc
     if stays_quantised(type, device):
         return Matrix(shape, packed=pack(upload(raw, device), type, shape[1]))
     if device.type == "cpu" and cpu.can_multiply():
-        return Matrix(shape, lanes=lay_rows(raw, type, shape, dtype))
+        return Matrix(shape, lanes=lay_rows(as_array(raw), type, shape, dtype))
     return Matrix(shape, dense=expanded(raw, type, shape[1], device, dtype).view(shape))
 
 
@@ -85,15 +85,16 @@ def stays_quantised(type: str, device: torch.device) -> bool:
     return device.type == "cuda" and type in FORMATS
 
 
-def expanded(raw: np.ndarray, type: str, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def expanded(raw: Raw, type: str, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Stored rows as values [rows, columns] of `kept_dtype`, slab by slab so that float32 never exists in whole."""
     dtype = kept_dtype(type, device, dtype)
     if type in PLAIN:
         return upload(raw, device).view(PLAIN[type]).view(raw.shape[0], columns).to(dtype)
-    values = torch.empty(raw.shape[0], columns, dtype=dtype, device=device)
+    rows = as_array(raw)
+    values = torch.empty(rows.shape[0], columns, dtype=dtype, device=device)
     step = max(1, SLAB // columns)
-    for at in range(0, raw.shape[0], step):
-        values[at : at + step] = naive.stored_values(raw[at : at + step], type, columns)
+    for at in range(0, rows.shape[0], step):
+        values[at : at + step] = naive.stored_values(rows[at : at + step], type, columns)
     return values
 
 

@@ -120,11 +120,10 @@ def _pack_groups(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _fold(fields: Tensor, width: int) -> Tensor:
-    """uint8 [n, fields, words] -> int32 [n, words], field j at bit width·j."""
-    words = fields[:, 0].to(torch.int32)
-    for j in range(1, fields.shape[1]):
-        words |= fields[:, j].to(torch.int32) << width * j
-    return words
+    """uint8 [n, fields, words] -> int32 [n, words], field j at bit width·j; the fields fill the words."""
+    while width < 8:  # in bytes, of which a quarter as many travel as of words
+        fields, width = fields[:, 0::2] | fields[:, 1::2] << width, 2 * width
+    return _int32(fields.transpose(1, 2).reshape(-1, 4)).view(len(fields), -1)
 
 
 def _int16(bytes2: Tensor) -> Tensor:

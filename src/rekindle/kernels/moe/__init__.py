@@ -21,7 +21,6 @@ Layers with stacks that are kept as values go expert by expert (`by_expert`).
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,17 +29,17 @@ from rekindle.kernels.matmul.cpu import can_multiply
 from rekindle.kernels.matmul.packing import pack
 from rekindle.kernels.moe import by_expert, cpu, naive
 from rekindle.kernels.moe.types import ExpertStack, SharedExpert
-from rekindle.kernels.upload import upload
+from rekindle.kernels.upload import Raw, as_array, upload
 
 
 def make_stack(
-    raw: np.ndarray, type: str, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+    raw: Raw, type: str, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype
 ) -> ExpertStack:
     """raw uint8 [experts · out, bytes of a row] -> the experts on the device, as `matmul` would keep them."""
     if stays_quantised(type, device):
         return ExpertStack(shape, packed=pack(upload(raw, device), type, shape[2]))
     if device.type == "cpu" and can_multiply():
-        return ExpertStack(shape, lanes=lay_rows(raw, type, shape, dtype))
+        return ExpertStack(shape, lanes=lay_rows(as_array(raw), type, shape, dtype))
     return ExpertStack(shape, dense=expanded(raw, type, shape[2], device, dtype).view(shape))
 
 
