@@ -54,7 +54,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def wait_for_stock(slabs: Slabs, count: int) -> None:
-    wait_until(lambda: slabs.idle_bytes >= count * slabs.size)
+    wait_until(lambda: slabs._ready() >= count)
 
 
 # Memory that is used again
@@ -353,15 +353,15 @@ class Resting(Slabs):
 
 
 def test_the_stock_is_filled_in_quiet_times_and_at_once_when_little_is_left() -> None:
+    """Until then memory is cleared ahead, for which nobody asks the driver."""
     pins = Pins()
     slabs = Resting(8, SIZE, pins, quiet=3600)
     wait_for_stock(slabs, 8)
     pieces = [slabs.take(1) for _ in range(6)]
-    wait_until(lambda: slabs.rests >= 6)  # for each that was taken
+    wait_until(lambda: slabs._cleared.qsize() == 6)
     assert pins.asked == 8, "two are left, and launches would wait for the driver"
-    before = slabs.rests
     pieces.append(slabs.take(1))
-    wait_until(lambda: slabs.rests > before)
+    wait_until(lambda: slabs._ready() > 2 and slabs._ready() + slabs._cleared.qsize() == 8)
     assert 8 < pins.asked < 8 + 7, "as many as make it enough for now"
     slabs._taken_at -= 3600
     busy, before = True, slabs.rests
@@ -374,7 +374,27 @@ def test_the_stock_is_filled_in_quiet_times_and_at_once_when_little_is_left() ->
     wait_for_stock(slabs, 8)
     slabs.stop()
     assert slabs.late == 0 and pins.asked == 8 + 7
+    assert slabs.idle_bytes == 0
     del pieces
+
+
+def test_what_is_cleared_is_taken_before_anything_new_and_goes_first_where_memory_is_wanted() -> None:
+    pins, left = Pins(), 4 * SIZE
+    slabs = Slabs(4, SIZE, pins, quiet=3600)
+    slabs.spare = lambda: left
+    slabs.review()
+    wait_for_stock(slabs, 5)  # with a part of what the RAM tier leaves
+    pieces = [slabs.take(1) for _ in range(3)]
+    wait_until(lambda: slabs._cleared.qsize() == 3)
+    left = 0
+    slabs.review()
+    wait_until(lambda: slabs._cleared.qsize() == 2)
+    assert slabs._ready() == 2 and pins.asked == 5
+    slabs.stop()
+    slabs._keep(pieces.pop().slab)
+    slabs._clear()
+    pieces += [slabs.take(1) for _ in range(2)]
+    assert slabs.late == 1 and slabs.idle_bytes == 0, "one that was ready, and one that is to be pinned"
 
 
 def test_in_quiet_times_a_part_of_what_the_ram_tier_leaves_is_made_ahead() -> None:

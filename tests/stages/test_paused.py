@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,10 +16,19 @@ from support.stage_life import LONGEST, SLOTS, TOKENS, StageLife
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.engine.flight import ChunkSection
-from rekindle.layers.span import LEAST_CUT, SECTION
+from rekindle.layers import span
+from rekindle.layers.span import LEAST_CUT, LEAST_LAYERS
 from rekindle.prompt import Prompt
 from rekindle.stages import LocalStage
 from rekindle.stages.paused import PausedForward
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_sections() -> Iterator[None]:
+    """Two layers each, also of chunks of a hundred rows."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(span, "SECTION", 0)
+        yield
 
 
 def again(step: Callable[[], None], warm: Callable[[], None] | None = None) -> Callable[[], None]:
@@ -144,14 +153,18 @@ def row(slot: int, at: int) -> Batch:
     return Batch((Segment(slot, at, (TOKENS[at],), Wanted.LAST),))
 
 
-def test_a_chunk_has_a_section_for_every_four_layers_and_a_short_one_does_not_pause(stage: LocalStage) -> None:
-    layers = len(stage.model.layers)
-    assert len(stage.model.sections(LEAST_CUT)) == -(-layers // SECTION) > 1
+def test_sections_have_so_many_layers_that_all_take_about_as_long(stage: LocalStage, monkeypatch: Any) -> None:
+    monkeypatch.setattr(span, "SECTION", 512)
+    sizes = {rows: [len(layers) for layers in stage.model.sections(rows)] for rows in (LEAST_CUT, 128, 512, 2048)}
+    assert sizes == {LEAST_CUT: [8], 128: [4, 4], 512: [LEAST_LAYERS] * 4, 2048: [LEAST_LAYERS] * 4}
+
+
+def test_a_chunk_runs_section_by_section_and_a_short_one_does_not_pause(stage: LocalStage) -> None:
     assert stage.model.sections(LEAST_CUT - 1) == (stage.model.layers,)
     stage.open(0)
     long = stage.begin(chunk(0, 100))
-    assert (long.sections, long.left) == (2, 2)
-    long.go_on(1)
+    assert (long.sections, long.left) == (4, 4)
+    long.go_on(3)
     assert long.left == 1
     assert long.result().logits is not None and long.left == 0
     stage.open(1)
@@ -166,7 +179,7 @@ def test_others_steps_leave_it_paused_and_another_chunk_ends_the_pause(stage: Lo
     paused.go_on(1)
     stage.forward(row(1, 5), None)
     stage.capture(1)
-    assert paused.left == 1
+    assert paused.left == 3
     stage.forward(chunk(2, 9), None)
     assert paused.left == 0
 

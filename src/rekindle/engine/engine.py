@@ -58,7 +58,8 @@ from rekindle.stages import Pipeline
 from rekindle.stages.graphs import GraphRecorder
 from rekindle.stages.layout import round_up
 
-LINGER = 0.003  # seconds in which a client that was just answered often asks again: captures wait for it
+LINGER = 0.003  # seconds in which a client that was just answered often asks again: captures wait for it …
+LOOK = 0.0005  # … and between two looks at copies that are under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,5 +266,9 @@ class Engine:
             return False
         if self._publisher.unfinished and not self._audits.due and self._inbox.comes_within(LINGER):
             return False
-        self._publisher.drain()
+        self._publisher.drain() if self._audits.due else self._publisher.finish()
+        while self._publisher.awaits_any:  # copies are under way: a request that comes meanwhile does not wait for them
+            self._publisher.publish_ready()
+            if self._publisher.awaits_any and self._inbox.comes_within(LOOK):
+                return False
         return bool(self._roster.line) or not self._audits.start()

@@ -128,6 +128,11 @@ class Publisher:
                 capture.logits = logits if isinstance(logits, Future) else self.bring(logits)
 
     @property
+    def awaits_any(self) -> bool:
+        """Whether some snapshot is still on its way."""
+        return bool(self._captures)
+
+    @property
     def unfinished(self) -> bool:
         return self._pipeline.has_begun_captures
 
@@ -155,7 +160,7 @@ class Publisher:
         self._captures.clear()
 
     def drain(self) -> None:
-        """Wait for every capture that was asked for; called when idle and at the end."""
+        """Wait for every capture that was asked for: before an audit, and at the end."""
         self.finish()
         self._publish_after(self._captures)
 

@@ -18,9 +18,10 @@ from rekindle.layers.embedding import Embedding
 from rekindle.layers.layer import HybridLayer, launches_of
 from rekindle.spec import ModelSpec, Span
 
-# Layers of a section, behind which a chunk may pause, and rows from which it has some. Experts that come over the link
-# come ahead of their layer, but not ahead of their section: with them those are longer, and only long chunks have some.
-SECTION, LEAST_CUT = 4, 64
+# A section, behind which a chunk may pause, has so many layers that it computes about as many rows of layers as this;
+# two at least, and a chunk of fewer rows than LEAST_CUT has none. Experts that come over the link come ahead of their
+# layer, but not ahead of their section: with them sections are longer, and only long chunks have some.
+SECTION, LEAST_LAYERS, LEAST_CUT = 2048, 2, 64
 STREAMED_SECTION, LEAST_STREAMED = 10, 1024
 
 
@@ -108,9 +109,9 @@ class ModelSpan:
 
     def sections(self, rows: int) -> tuple[tuple[HybridLayer, ...], ...]:
         """The layers, in the sections between which a chunk of so many rows may pause."""
-        length, least = (SECTION, LEAST_CUT) if self.all_resident else (STREAMED_SECTION, LEAST_STREAMED)
-        if rows < least:
+        if rows < (LEAST_CUT if self.all_resident else LEAST_STREAMED):
             return (self.layers,)
+        length = max(LEAST_LAYERS, SECTION // rows) if self.all_resident else STREAMED_SECTION
         return tuple(self.layers[at : at + length] for at in range(0, len(self.layers), length))
 
     def run(

@@ -4,9 +4,10 @@ Fresh memory is slow: the system clears it when it is first touched, which takes
 to pin it for a GPU takes longer still, under a lock that launches wait for. So a slab without holders is kept for the
 next request, and beside a GPU threads keep some in stock, enough for captures and restores that come all at once; what
 is taken from it is made anew when nobody has asked for some time and no step runs, unless little is left. Then a part
-of what the RAM tier has yet to fill is made ahead, too. Idle memory is bounded: the stock, and what the RAM tier leaves
-of its budget. One of the threads gives back the rest, since the last reference to a slab may be dropped anywhere, also
-where the driver must not be called.
+of what the RAM tier has yet to fill is made ahead, too. While steps run memory is cleared ahead, which keeps no launch
+waiting and takes most of the time, so that only pinning is left to do. Idle memory is bounded: the stock, and what the
+RAM tier leaves of its budget. One of the threads gives back the rest, since the last reference to a slab may be dropped
+anywhere, also where the driver must not be called.
 
 A slab is lent as a whole or cut; it comes back by itself when nothing of it is referred to. Code that lets a device
 read or write it keeps a reference until the device has.
@@ -50,6 +51,7 @@ class Slab:
         self.pinned = False  # a GPU of this process can read it where it lies
         self.made = pin is None  # the system makes what is not pinned as it is touched
         self._pin = pin
+        self._cleared = False
         self._making = threading.Lock()
         # Private: shared memory gets no large pages. DONTFORK: a fork would make its pages copy-on-write.
         self._mapping = mmap.mmap(-1, nbytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -64,18 +66,26 @@ class Slab:
         """All of it, as an array that every slice of it refers to."""
         return np.frombuffer(self._mapping, dtype=np.uint8, count=self.nbytes, offset=self._start)
 
-    def make(self) -> None:
-        """Let the system back it with memory, and pin it if the driver allows: milliseconds, on the caller's thread.
+    def clear(self) -> Slab:
+        """Let the system back it with memory: milliseconds, on the caller's thread."""
+        with self._making:
+            self._clear()
+        return self
 
-        Touched first: the driver would touch it under its lock.
-        """
+    def _clear(self) -> None:
+        if not self._cleared:
+            self.lend()[:: mmap.PAGESIZE] = 0
+            self._cleared = True
+
+    def make(self) -> None:
+        """Have it cleared, and pin it if the driver allows, which would else clear it under its lock."""
         if self.made:
             return
         with self._making:
             if self.made or self._pin is None:
                 return
+            self._clear()
             memory = self.lend()
-            memory[:: mmap.PAGESIZE] = 0
             unpin = self._pin(memory.ctypes.data, self.nbytes)
             if unpin is not None:
                 weakref.finalize(self, unpin).atexit = False
@@ -108,6 +118,7 @@ class Slabs:
         self._taken_at = -quiet  # when a slab was asked for last, by a monotonic clock
         self._pinning = threading.Lock()  # one at a time: launches wait for the driver's own lock
         self._idle: dict[int, SimpleQueue[Slab]] = {}  # by size in bytes
+        self._cleared: SimpleQueue[Slab] = SimpleQueue()  # of the usual size, to be pinned yet
         self._news: SimpleQueue[bool] = SimpleQueue()  # wakes the thread; False ends it
         self._stopped = False
         self._counting = threading.Lock()
@@ -120,7 +131,8 @@ class Slabs:
 
     @property
     def idle_bytes(self) -> int:
-        return sum(nbytes * slabs.qsize() for nbytes, slabs in self._idle.copy().items())
+        idle = sum(nbytes * slabs.qsize() for nbytes, slabs in self._idle.copy().items())
+        return idle + self.size * self._cleared.qsize()
 
     def take(self, nbytes: int) -> SlabSlice:
         """A whole slab, or one of as many times its size as is needed. Never waits: it may still have to be made."""
@@ -139,7 +151,13 @@ class Slabs:
 
     def _new(self, nbytes: int) -> Slab:
         self.late += 1
-        return Slab(nbytes, self._pin)
+        return self._cleared_one() or Slab(nbytes, self._pin) if nbytes == self.size else Slab(nbytes, self._pin)
+
+    def _cleared_one(self) -> Slab | None:
+        try:
+            return self._cleared.get_nowait()
+        except Empty:
+            return None
 
     def _came_back(self, slab: Slab) -> None:
         """Called where the last reference is dropped, perhaps by the garbage collector at any point: takes no lock."""
@@ -161,11 +179,21 @@ class Slabs:
             self._news.put(True)
 
     def _trim(self) -> None:
-        """Odd sizes go first."""
+        """What is cleared alone goes first, then odd sizes."""
+        while self._too_much and self._cleared_one() is not None:
+            pass
         for nbytes in sorted(self._idle.copy(), reverse=True):
-            while self.idle_bytes > self._stock * self.size + max(0, self.spare()):
-                if self._find(nbytes) is None:
-                    break
+            while self._too_much and self._find(nbytes) is not None:
+                pass
+
+    @property
+    def _too_much(self) -> bool:
+        return self.idle_bytes > self._most_idle
+
+    @property
+    def _most_idle(self) -> int:
+        """Bytes."""
+        return self._stock * self.size + max(0, self.spare())
 
     # The stock
 
@@ -176,7 +204,10 @@ class Slabs:
                     self._restock(missing)
                 elif (wait := self._taken_at + self._quiet - time.monotonic()) > 0 or self.busy():
                     self._trim()
-                    self._rest(wait if wait > 0 else self._quiet)
+                    if self._cleared.qsize() < missing and self.idle_bytes + self.size <= self._most_idle:
+                        self._restock(1, self._clear)
+                    else:
+                        self._rest(wait if wait > 0 else self._quiet)
                 else:
                     self._restock(1)  # a request may come any moment
             self._trim()
@@ -195,10 +226,10 @@ class Slabs:
     def _ready(self) -> int:
         return self._idle[self.size].qsize() if self.size in self._idle else 0
 
-    def _restock(self, missing: int) -> None:
+    def _restock(self, missing: int, make: Callable[[], None] | None = None) -> None:
         """Some at a time, each on a thread of its own: the system clears memory for several at once."""
         try:
-            making = [self._makers.submit(self._make) for _ in range(min(missing, SLAB_MAKERS))]
+            making = [self._makers.submit(make or self._make) for _ in range(min(missing, SLAB_MAKERS))]
         except RuntimeError:  # the interpreter ends, and nobody has called `stop`
             self._stopped = True
             return
@@ -223,9 +254,12 @@ class Slabs:
         return False
 
     def _make(self) -> None:
-        slab = Slab(self.size, self._pin)
+        slab = self._cleared_one() or Slab(self.size, self._pin)
         slab.make()
         self._keep(slab)
+
+    def _clear(self) -> None:
+        self._cleared.put(Slab(self.size, self._pin).clear())
 
     def _ask_driver(self, address: int, nbytes: int) -> Callable[[], object] | None:
         with self._pinning:
@@ -252,6 +286,8 @@ class Slabs:
         for nbytes in self._idle.copy():
             while self._find(nbytes) is not None:
                 pass
+        while self._cleared_one() is not None:
+            pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
