@@ -271,6 +271,18 @@ def test_a_link_sends_only_complete_copies(filled: LateStage) -> None:
     assert all(torch.equal(sent[name], captured[name]) for name in captured)
 
 
+def test_a_request_that_comes_while_copies_are_under_way_does_not_wait_for_them(lab: Lab) -> None:
+    stage = LateStage(lab.stage())
+    engine = engine_over(stage)
+    assert Answer(engine, PROMPT, max_tokens=4).finished
+    wait_until(lambda: not engine._publisher.unfinished)  # from here on only the copies are missing
+    assert Answer(engine, Prompt(random_tokens(70, 9)), max_tokens=4, patience=20.0).finished
+    assert engine.prefixes.known_length(PROMPT.tokens) == 0
+    stage.open_gates()
+    wait_until(lambda: engine.prefixes.known_length(PROMPT.tokens) == 150)
+    engine.stop()
+
+
 def test_an_audit_waits_for_the_copies_it_compares(lab: Lab) -> None:
     stage = LateStage(lab.stage())
     stage.in_time = True
