@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rekindle.build")
 
-PAUSED_GAP, SHORTER_GAP = 20, 50  # milliseconds that answers may pause for prompts, where nobody says how many
+PAUSED_GAP, SHORTER_GAP = 16, 50  # milliseconds that answers may pause for prompts, where nobody says how many
 
 
 def build_engine(

@@ -65,7 +65,7 @@ def serve(
         int | None,
         typer.Option(
             help="On GPUs: milliseconds that answers may pause for another request's prompt (a target; longer while "
-            "several prompts wait, and where a decode step takes longer than half of it). If left out 20, with several "
+            "several prompts wait, and where a decode step takes longer than half of it). If left out 16, with several "
             "devices 50."
         ),
     ] = None,
