@@ -103,6 +103,14 @@ def test_where_all_chunks_take_longer_from_now_on_gaps_are_soon_back_below_the_t
     assert max(set(chosen[6:]), key=chosen.count) >= max(fits, default=64) // 2
 
 
+def test_chunks_that_cannot_pause_have_a_target_of_their_own() -> None:
+    pace = Pace(0.016, 2048, shorter_gap=0.050)
+    for rows, seconds in ((512, 0.024), (1024, 0.040), (2048, 0.067)):
+        pace.note_chunk(rows, seconds)
+    assert pace.rows() == 1024
+    assert pace.sections(2048, 10) == 2
+
+
 def test_on_a_slow_card_the_first_chunk_beside_an_answer_is_no_longer_than_where_nothing_is_known() -> None:
     pace = Pace(0.050, grid=2048)
     pace.note_chunk(2048, 2.0)
@@ -142,6 +150,9 @@ def test_of_a_chunk_that_pauses_as_many_sections_run_at_a_time_as_the_target_all
     pace.note_chunk(2048, 0.0068, share=0.1)
     assert [pace.sections(2048, 10, waiting) for waiting in (1, 2, 3, 4, 30)] == [2, 5, 8, 10, 10]
     assert pace.sections(1024, 10) == 3, "a shorter one takes less time"
+    pace.note_chunk(1500, 0.006, share=0.1)
+    assert pace.sections(1500, 10) == 2, "of whatever length"
+    pace.note_chunk(2048, 0.0068, share=0.1)
     pace.note_step(0.030)
     assert pace.sections(2048, 10) == 4, "at least for as long as a step: the prompt takes twice its time at most"
 
@@ -295,7 +306,7 @@ class PaperDevice:
 def paper_device(answers: int, prompts: Iterable[int], pauses: bool) -> tuple[PaperDevice, list[Sequence]]:
     """With so many sequences that answer, and prompts of these lengths that have come at once."""
     pace = Pace(0.02 if pauses else 0.05, 2048)
-    scheduler = Scheduler(2048, depth=1, async_steps=1, pace=pace, pausing=pauses)
+    scheduler = Scheduler(2048, depth=1, async_steps=1, pace=pace, can_pause=lambda rows: pauses)
     device = PaperDevice(scheduler, pace)
     device.decoding += [replace(sequence(slot, 10, Decoding), max_tokens=10**6) for slot in range(answers)]
     coming = [replace(sequence(answers + i, n, Prefilling), max_tokens=10**6) for i, n in enumerate(prompts)]
@@ -340,7 +351,7 @@ def test_rows_go_on_where_a_chunk_finds_no_pages() -> None:
 def test_every_state_has_the_bits_of_a_run_by_itself_with_the_edges_its_manifest_names(
     make_tiny: Any, monkeypatch: pytest.MonkeyPatch, kind: str, async_steps: int, pauses: bool
 ) -> None:
-    monkeypatch.setattr(Pipeline, "pauses", pauses)  # else chunks are shorter beside answers
+    monkeypatch.setattr(Pipeline, "can_pause", lambda self, rows: pauses)  # else chunks are shorter beside answers
     lab = Lab(make_tiny(kind))
     prompts = [random_tokens(count, seed) for seed, count in enumerate((300, 70, 520, 83))]
     alone = lab.engine(grid=256)

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rekindle.build")
 
-PAUSED_GAP, SHORTER_GAP = 16, 50  # milliseconds that answers may pause for prompts, where nobody says how many
+# Milliseconds between two tokens of an answer while prompts come in, where nobody says how many: with chunks that
+# pause, which costs the prompt little, and with chunks that are made shorter, each of which reads all weights.
+PAUSED_GAP, SHORTER_GAP = 16, 50
 
 
 def build_engine(
@@ -202,7 +204,8 @@ def _engine_settings(
         context=plan.wishes.context,
         queue=config.queue,
         grid=plan.wishes.chunk,
-        max_gap=_max_gap(config, plan),
+        max_gap=_gap(config, plan, PAUSED_GAP),
+        shorter_gap=_gap(config, plan, SHORTER_GAP),
         audit=config.audit,
         drawable=model.spec.drawable,
         drafts=drafts_of(config, devices, drafter),
@@ -210,13 +213,14 @@ def _engine_settings(
     )
 
 
-def _max_gap(config: Config, plan: Plan) -> float | None:
-    """Seconds that answers may pause for prompts, where chunks and steps take turns. With one stage a chunk pauses for
-    their steps and keeps its length; with several it is made shorter, which costs the prompt more."""
-    if not _takes_turns(plan):
-        return None
-    own = PAUSED_GAP if len(plan.stages) == 1 else SHORTER_GAP
-    return (own if config.max_gap is None else config.max_gap) / 1000
+def _gap(config: Config, plan: Plan, usual: int) -> float | None:
+    """Seconds between two tokens of an answer while prompts come in, where chunks and steps take turns; `usual`
+    milliseconds unless somebody says how many."""
+    if _takes_turns(plan):
+        return (usual if config.max_gap is None else config.max_gap) / 1000
+    if config.max_gap is not None:
+        log.warning("--max-gap %d has no effect: it is for models that lie on GPUs of this machine", config.max_gap)
+    return None
 
 
 def _takes_turns(plan: Plan) -> bool:

@@ -69,6 +69,7 @@ class EngineSettings:
     async_steps: int = 0  # steps launched before the token of the last one is known; 0 leaves it to the pipeline
     grid: int = 512  # prefill chunk; the same edges give the same bits
     max_gap: float | None = None  # seconds between tokens where chunks take turns with decode steps (GPUs); else None
+    shorter_gap: float | None = None  # the same where a chunk cannot pause and is made shorter; None: as long
     audit: int = 0  # one in this many restores is computed again, cold, and compared; 0 audits nothing
     drawable: int | None = None  # ids below it may be drawn, others are padding; None: the vocabulary is not known
     drafts: Drafts = NO_DRAFTS  # what proposes tokens for the target to verify
@@ -90,7 +91,7 @@ class Engine:
     def _wire(self) -> None:
         pipeline, prefixes, settings = self.pipeline, self.prefixes, self.settings
         grid, async_steps = settings.grid, settings.async_steps or pipeline.async_steps
-        pace = None if settings.max_gap is None else Pace(settings.max_gap, grid)
+        pace = None if settings.max_gap is None else Pace(settings.max_gap, grid, settings.shorter_gap)
         drafter = pipeline.drafter
         chained = drafter is not None and drafter.chained
         costs = None
@@ -103,8 +104,8 @@ class Engine:
         behind = partial(launch_behind, pipeline.propose_behind, device=pipeline.logits_device)
         proposer = Proposer(ask, costs, *((ahead, behind) if pipeline.drafts_ahead else ()))
         reach = drafter.reach if drafter is not None else 0
-        block_rows, pausing = None if pipeline.on_cpu else BLOCK_ROWS, pace is not None and pipeline.pauses
-        scheduler = Scheduler(grid, pipeline.depth, async_steps, pace, block_rows, proposer, reach, pausing)
+        block_rows = None if pipeline.on_cpu else BLOCK_ROWS
+        scheduler = Scheduler(grid, pipeline.depth, async_steps, pace, block_rows, proposer, reach, pipeline.can_pause)
         on_cpu = all(stage.device == "cpu" for stage in pipeline.stages)
 
         self._totals = Totals()

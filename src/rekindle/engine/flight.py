@@ -109,6 +109,11 @@ class BegunChunk:
     owners: tuple[LiveSequence, ...]
     forward: Future[PausedForward]
 
+    @property
+    def left(self) -> int:
+        """Sections that are still to be run."""
+        return 0 if self.forward.exception() is not None else self.forward.result().left
+
 
 class _Enqueued:
     """Work that the device has been given."""
@@ -169,6 +174,7 @@ class Flight(_Enqueued):
         self.output = output
         self.ahead = ahead
         self.behind: PassBehind | None = None  # drafts what follows its block
+        self.behind_chunk = False  # the rest of a chunk ran before it, unasked for: its time says nothing
         by_segment = [_drawn_rows(segment, owner) for segment, owner in zip(batch.segments, owners, strict=True)]
         self.drawing = [row for rows in by_segment for row in rows]
         self._counts = [len(rows) for rows in by_segment]  # of rows drawn, by segment

@@ -109,6 +109,8 @@ class Launcher:
         output = self._pipeline.forward(batch, self._pending_of(step))
         began = launched if ahead is None else ahead.began
         flight = Flight(batch, tuple(owners), output, began, ahead, self.draw)
+        begun = self._flights.begun
+        flight.behind_chunk = begun is not None and not begun.left
         self._draw(flight)
         self._stand_behind(step)
         self._add(flight)
@@ -125,7 +127,7 @@ class Launcher:
 
     def _add(self, flight: Flight) -> None:
         """All of it is enqueued: the state can be captured."""
-        for sequence in flight.owners:
+        for sequence in flight.owners if not flight.failed else ():
             if sequence.prefilling:
                 self._capture_at_boundary(sequence)
         self._flights.append(flight)

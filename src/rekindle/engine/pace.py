@@ -10,6 +10,7 @@ compare: what twice the rows take. How fast the machine is now, the last chunk s
 from __future__ import annotations
 
 import logging
+from math import log2
 
 log = logging.getLogger("rekindle.engine")
 
@@ -26,9 +27,11 @@ class Pace:
     """Rows of a chunk beside running answers: as many as the target for gaps allows, by the time the last ones took,
     whether anybody was answering then or not."""
 
-    def __init__(self, max_gap: float, grid: int) -> None:
-        """max_gap: seconds between two tokens of an answer, while one prompt comes in."""
+    def __init__(self, max_gap: float, grid: int, shorter_gap: float | None = None) -> None:
+        """max_gap: seconds between two tokens of an answer, while one prompt comes in; shorter_gap: where chunks are
+        made shorter for it, if that is another."""
         self.max_gap = max_gap
+        self._shorter_gap = max_gap if shorter_gap is None else shorter_gap
         self._sizes = [grid]
         while self._sizes[0] % 2 == 0 and self._sizes[0] // 2 >= LEAST:
             self._sizes.insert(0, self._sizes[0] // 2)
@@ -36,6 +39,7 @@ class Pace:
         self._doubled = dict.fromkeys(self._sizes[:-1], DOUBLED)  # by size: times as long that twice the rows take
         self._step = 0.0  # seconds of the last decode step
         self._last: tuple[int, float] | None = None  # the last chunk of such a size: rows and seconds
+        self._latest: tuple[int, float] | None = None  # the last of any size
         self._range = 0, 0  # the smallest and the largest size that was measured
         self._told = self._sizes[0]  # the least size that was spoken of in the log
 
@@ -43,10 +47,11 @@ class Pace:
         self._step = seconds
 
     def note_chunk(self, rows: int, seconds: float, share: float = 1.0) -> None:
-        """share: of its layers, that ran. Chunks of other sizes, which ended early at a boundary, say nothing."""
-        if rows not in self._sizes:
+        """share: of its layers, that ran. Chunks of other sizes, which ended early at a boundary, say nothing of how
+        sizes compare."""
+        self._latest = rows, seconds / share
+        if rows not in self._sizes or share < 1:
             return
-        seconds /= share
         self._doubled = {size: DOUBLED + FADE * (known - DOUBLED) for size, known in self._doubled.items()}
         if self._last is not None and self._last[0] != rows:
             (less, short), (more, long) = sorted([self._last, (rows, seconds)])
@@ -61,7 +66,7 @@ class Pace:
         """Of the next chunk, while `waiting` prompts want one."""
         if self._last is None:
             return self._first
-        room = self._room(waiting)
+        room = self._room(self._shorter_gap, waiting)
         # No further than one size beyond what was measured.
         least = max(self._least_useful(), min(self._first, self._range[0] // 2))
         most = max(least, 2 * self._range[1])
@@ -71,16 +76,17 @@ class Pace:
     def sections(self, rows: int, sections: int, waiting: int = 1) -> int:
         """How many of a chunk's sections run between two steps: at least for as long as a step, else the prompt would
         take more than twice its time."""
-        if self._last is None:
+        if self._latest is None:
             return 1
-        size = next((size for size in self._sizes if size >= rows), self._sizes[-1])
-        room = max(self._step, self._room(waiting))
-        return max(1, min(sections, int(sections * room / self._expected(size))))
+        known, seconds = self._latest
+        expected = seconds * DOUBLED ** log2(rows / known)
+        room = max(self._step, self._room(self.max_gap, waiting))
+        return max(1, min(sections, int(sections * room / expected)))
 
-    def _room(self, waiting: int) -> float:
-        """Seconds between two steps that chunks may have. Every prompt that waits adds the target once more: of many
-        that come at once most would else wait for the sake of a few answers."""
-        return self.max_gap * min(MOST_STRETCHED, waiting) - self._step
+    def _room(self, gap: float, waiting: int) -> float:
+        """Seconds between two steps that chunks may have. With every prompt that waits it is the target once more: of
+        many that come at once most would else wait for the sake of a few answers."""
+        return gap * min(MOST_STRETCHED, waiting) - self._step
 
     def _least_useful(self) -> int:
         """The smallest size down to which every halving makes chunks shorter."""

@@ -138,6 +138,8 @@ class Collector:
         launched = last if last and flight.batch.rows > len(flight.owners) else max(flight.launched, last)
         self._last_back = time.monotonic()
         after_wasted, self._behind = self._behind is not None and not self._behind.used, flight.behind
+        if flight.behind_chunk:
+            return
         if self._costs is not None and not after_wasted and all(owner.decoding for owner in flight.owners):
             seconds = self._last_back - launched
             if flight.ahead is not None:
@@ -152,8 +154,9 @@ class Collector:
                 self._note_chunk(flight, self._last_back - began)
 
     def _note_chunk(self, chunk: Flight | ChunkSection, seconds: float) -> None:
-        """Of a section as of a whole; one that the stage itself had run before has taken no time."""
-        if self._pace is not None and chunk.share and fills_its_step(chunk.batch):
+        """Of sections as of a whole; what the stage itself had run before has taken no time. A chunk with padding takes
+        as long as the whole step that serves it, so it says nothing where it ran whole."""
+        if self._pace is not None and chunk.share and (chunk.share < 1 or fills_its_step(chunk.batch)):
             self._pace.note_chunk(chunk.batch.rows, seconds, chunk.share)
 
     # Rows

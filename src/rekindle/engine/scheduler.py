@@ -6,8 +6,8 @@ more than the budget asks for, and a long prefill never stalls the streams of ot
 On GPUs chunks and decode rows take turns instead (the scheduler has a Pace): either is a recorded step then, which
 costs the host next to nothing, and a chunk alone in its batch has the bits of a cold run. Short chunks of several
 prompts share a step, since it reads the weights once for all of them. While others answer, a chunk pauses between its
-layers for their steps, so that the gap in their answers stays below a target. Where stages cannot pause, chunks are
-shorter instead; an edge that comes of it lies off the grid, and the manifest records it like every other cut.
+layers for their steps, so that the gap in their answers stays below a target. Where it cannot pause, it is shorter
+instead; an edge that comes of it lies off the grid, and the manifest records it like every other cut.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Scheduler:
         block_rows: int | None = None,
         proposer: Proposer | None = None,
         reach: int = 0,
-        pausing: bool = False,
+        can_pause: Callable[[int], bool] = lambda rows: False,
     ) -> None:
-        """pausing: chunks can pause between their layers."""
+        """can_pause: whether a chunk of so many rows can pause between its layers now."""
         self.grid = grid
         self.depth = depth  # batches that keep every stage busy
         self.async_steps = async_steps  # steps launched before the token of the last one is known
@@ -58,7 +58,7 @@ class Scheduler:
         self.block_rows = block_rows  # of all blocks of a batch together, where they are bounded
         self.proposer = proposer or Proposer()
         self._reach = reach  # positions of which a drafter reads features; 0: there is none
-        self._pausing = pausing
+        self._can_pause = can_pause
         self._chunk_was_last = False
         self._prefilling: deque[Sequence] = deque()  # turns are taken in order, one chunk each; short ones may go along
 
@@ -124,8 +124,9 @@ class Scheduler:
     def _next_chunks(self, chunks: list[Sequence], decoding: list[Sequence], pace: Pace, fits: Fits) -> Step | None:
         """The next chunk, which pauses while others answer or is shorter; a short one takes those of other prompts
         along."""
-        beside_answers = any(not s.background for s in decoding)
-        longest = pace.rows(len(chunks)) if beside_answers and not self._pausing else self.grid
+        beside_answers, first = any(not s.background for s in decoding), chunks[0]
+        pauses = beside_answers and self._can_pause(first.next_chunk_end(self.grid) - first.position)
+        longest = pace.rows(len(chunks)) if beside_answers and not pauses else self.grid
         segments: Segments = []
         for sequence, end in self._sharers(chunks, longest):
             if not fits(sequence, end):
@@ -135,7 +136,7 @@ class Scheduler:
             self._prefilling.remove(sequence)
             self._prefilling.append(sequence)
         step = _step(segments)
-        return step if step is None else step._replace(pauses=self._pausing and beside_answers)
+        return step if step is None else step._replace(pauses=pauses)
 
     def _sharers(self, chunks: list[Sequence], longest: int) -> list[tuple[Sequence, int]]:
         """The first sequence with its chunk's end, and others whose chunks go along in one step: not where padding to

@@ -32,12 +32,13 @@ def watch_first_launches() -> None:
 @contextmanager
 def preparing_launches() -> Iterator[None]:
     """While the block runs, a thread does what first launches would wait for: it reads Triton's own files, all 400 MB,
-    whose digest is part of every kernel's key, and imports our kernels. What goes wrong here goes wrong there too, and
-    is said there."""
+    whose digest is part of every kernel's key, and imports our kernels. Where that fails the launches do it."""
     with ThreadPoolExecutor(1, "rekindle-triton") as thread:
-        thread.submit(_identify_triton)
-        thread.submit(_import_kernels)
+        preparing = [thread.submit(_identify_triton), thread.submit(_import_kernels)]
         yield
+    for error in (each.exception() for each in preparing):
+        if error is not None:
+            log.debug("first launches were not prepared, and take longer", exc_info=error)
 
 
 def _identify_triton() -> None:

@@ -142,8 +142,12 @@ class Uploads:
             (tensor,) = group
             assert isinstance(tensor, Tensor), "bytes of a file come in parts that fit"
             return _Filling(buffer, [tensor], [])
-        places = cut(buffer, group)
-        return _Filling(buffer, places, self._threads.fill(places, group))
+        try:
+            places = cut(buffer, group)
+            return _Filling(buffer, places, self._threads.fill(places, group))
+        except BaseException:
+            self._idle.append((buffer, self._passed()))
+            raise
 
     def _filled(self, filling: _Filling) -> Iterator[list[Tensor]]:
         try:

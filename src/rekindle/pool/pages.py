@@ -83,6 +83,10 @@ class PagePool(PageMemory):
         """Of them, those that no other page has to leave for."""
         return len(self._free)
 
+    def are_free(self, places: Sequence[int]) -> bool:
+        """Whether no page lies in any of them."""
+        return set(places) <= set(self._free)
+
     @property
     def away(self) -> int:
         return self._held - (self.places - len(self._free))

@@ -22,7 +22,7 @@ from rekindle.buffers import RECORDED_ROWS
 from rekindle.kernels.host_buffers import HostBuffers
 from rekindle.layers import HybridLayer, ModelSpan
 from rekindle.pool import Recorder, SegmentPages
-from rekindle.stages.layout import GraphShape, Layout, round_up
+from rekindle.stages.layout import LONGEST_BLOCK, GraphShape, Layout, round_up
 from rekindle.stages.state import SpanState
 from rekindle.stages.types import PendingTokens
 
@@ -176,8 +176,8 @@ class Replay:
 
     def go_on(self, sections: int) -> None:
         for replay in self._step.replays[self._done : self._done + sections]:
+            self._done += 1  # first: one that fails does not run again
             replay()
-        self._done = min(len(self._step.replays), self._done + sections)
 
     def output(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """After the last section: hidden [rows, …], or logits in float32; and what left the tapped layers."""
@@ -225,10 +225,10 @@ class RecordedSteps:
         pending: PendingTokens | None,
         taps: Taps = (),
     ) -> Replay:
-        """A batch that `shape` serves -> hidden [batch.rows, …], or logits in float32; later steps do not touch it. A
-        chunk gives hidden in the last stage too, which the next step overwrites: the head takes its rows at once.
-        Beside it what left the tapped layers [taps, batch.rows, hidden], which the next chunk overwrites, or the next
-        step that is none. No other chunk may begin before all sections of one have run.
+        """A batch that `shape` serves, to be replayed. Its output is hidden [batch.rows, …], or logits in float32;
+        later steps do not touch it. A chunk gives hidden in the last stage too, which the next step overwrites: the
+        head takes its rows at once. Beside it is what left the tapped layers [taps, batch.rows, hidden], which the next
+        chunk overwrites, or the next step that is none. No other chunk may begin before all sections of one have run.
         """
         step = self._step(shape, taps or self._taps)
         with step.host.next() as host:
@@ -287,7 +287,8 @@ class RecordedSteps:
 
     def _room_for_features(self, taps: Taps, shape: GraphShape) -> torch.Tensor:
         """Of chunks apart: others' steps run between their sections. Steps that were recorded over less keep that."""
-        key, rows = (taps, shape.is_chunk), RECORDED_ROWS if shape.is_chunk else round_up(self._scratch_slot)
+        others = max(LONGEST_BLOCK, round_up(self._scratch_slot))
+        key, rows = (taps, shape.is_chunk), RECORDED_ROWS if shape.is_chunk else others
         if key not in self._features or self._features[key].shape[1] < shape.rows:
             self._features[key] = self._rows_of(len(taps), max(rows, shape.rows))
         return self._features[key]

@@ -35,6 +35,10 @@ class IdleSlots:
         """That the pool has of the slot now."""
         return len(self._places[slot]) if slot in self._lent else 0
 
+    def holds_pages(self, slot: int) -> bool:
+        """Whether pages lie in its memory, which would have to move before a sequence comes."""
+        return slot in self._lent and not self._pool.are_free(self._places[slot])
+
     def lend(self, slot: int) -> None:
         if slot not in self._lent:
             self._pool.borrow(self._places[slot])

@@ -190,13 +190,19 @@ class LocalStage:
                 return PausedForward(batch, None, lambda: run_portions(portions, None, pending, self._forward))
             pages = self._prepare(batch)
             shape = recording.serving(GraphShape.of(batch, pages))
-            if shape is None or self.pool.away:
-                return PausedForward(batch, None, lambda: self._forward(batch, None, pending))
+            if shape is None or not shape.is_chunk or self.pool.away:
+                return PausedForward(batch, None, lambda: self._run(batch, pages, None, pending))
             self._count_recorded(batch, shape)
             replay = recording.steps.begin(shape, batch, pages, None, pending, self._own_taps(batch.taps))
             self._advance(batch)
             self._paused = PausedForward(batch, replay, lambda: self._end(batch, pages, replay), self._running)
             return self._paused
+
+    def can_pause(self, rows: int) -> bool:
+        """Whether a chunk of so many rows would have several sections, as things are now."""
+        recording, near = self._recording, self.kv_mode == "exact" and not self.pool.away
+        shape = None if recording is None or not near else recording.chunk_of(rows)
+        return shape is not None and len(self.model.sections(shape.rows)) > 1
 
     def _end(self, batch: Batch, pages: Sequence[SegmentPages], replay: Replay) -> StageOutput:
         """All sections of a chunk have run."""
@@ -224,9 +230,19 @@ class LocalStage:
         """The rest of a chunk that pauses runs now; unless so many places are free, where that is enough."""
         if self._paused is not None and (unless_free is None or unless_free > self.pool.free_places):
             self._paused.go_on(self._paused.left)
+            self._paused = None
 
     def _forward(self, batch: Batch, hidden: torch.Tensor | None, pending: PendingTokens | None) -> StageOutput:
-        pages = self._prepare(batch)
+        return self._run(batch, self._prepare(batch), hidden, pending)
+
+    def _run(
+        self,
+        batch: Batch,
+        pages: Sequence[SegmentPages],
+        hidden: torch.Tensor | None,
+        pending: PendingTokens | None,
+    ) -> StageOutput:
+        """A batch for which pages are prepared."""
         x, outputs, headless = self._run_layers(batch, pages, hidden, pending)
         output = self._finish(batch, pages, x, outputs, headless)
         self._advance(batch)
@@ -366,7 +382,10 @@ class LocalStage:
     def close(self, slot: int) -> None:
         self._unsettled.pop(slot, None)
         if self._paused is not None and slot in self._paused.slots:
-            self._paused.drop()
+            if len(self._paused.slots) > 1:  # the others' chunks are in it, too
+                self._end_pause()
+            else:
+                self._paused.drop()
             self._paused = None
         if self._idle is not None and slot in self._idle:  # others' pages lie there
             self._state.abort(slot)
@@ -378,10 +397,10 @@ class LocalStage:
 
     def _make_slot_room(self, slot: int, more: int = 0) -> None:
         """Before a sequence comes, which brings `more` pages: memory for them, and the slot's own."""
-        moves = self._trade is not None or self._idle is not None
-        self._end_pause(unless_free=None if moves else more + 1)  # one that is open, behind them
         leaving = 0 if self._idle is None else self._idle.places_of(slot)
-        if self._trade is not None:
+        moves = self._idle is not None and self._idle.holds_pages(slot)
+        self._end_pause(unless_free=None if moves else more + leaving + 1)  # one that is open, behind them
+        if self._trade is not None and self._paused is None:
             self._trade.before([self._tables[slot]], more + leaving, rows=1)
         if self._idle is not None:
             self._idle.take_back(slot)

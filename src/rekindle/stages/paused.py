@@ -18,7 +18,8 @@ from rekindle.stages.types import PendingTokens, StageOutput
 
 
 class PausedForward:
-    """Called on the thread that has begun it."""
+    """Called on the thread that has begun it. What goes wrong in it is raised by `result` alone, for its owners: those
+    who had it go on for their own sake are not concerned."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class PausedForward:
         self._finish = finish
         self._running = running
         self._output = finish() if replay is None else None
-        self._dropped = False
+        self._error: Exception | None = None  # why there will be no output
 
     def then(self, follow: Callable[[StageOutput], StageOutput]) -> PausedForward:
         """The same, with more to do behind its last section."""
@@ -47,30 +48,39 @@ class PausedForward:
 
     @property
     def left(self) -> int:
-        """Sections that have not run."""
-        return 0 if self._replay is None else self._replay.left
+        """Sections that are still to be run."""
+        return 0 if self._replay is None or self._error is not None else self._replay.left
 
     def go_on(self, sections: int) -> None:
         """Run so many more; behind the last one comes whatever belongs to the chunk's end."""
-        if self._output is not None or self._replay is None or self._dropped:
+        if self._replay is None or not self.left:
             return
-        with self._running():
-            self._replay.go_on(sections)
-            if not self._replay.left:
-                self._output = self._finish()
+        try:
+            with self._running():
+                self._replay.go_on(sections)
+                if not self._replay.left:
+                    self._output = self._finish()
+        except Exception as error:
+            self._error = error
 
     def drop(self) -> None:
-        """No section of it runs any more: its slots are given up."""
-        self._dropped = True
+        """No section of it runs any more: its slot is given up."""
+        self._error = RuntimeError("the chunk was dropped: its slot was closed before all of it had run")
 
     def result(self) -> StageOutput:
         self.go_on(self.left)
-        assert self._output is not None, "a chunk that was dropped has no output"
+        if self._error is not None:
+            raise self._error
+        assert self._output is not None, "it has run"
         return self._output
 
 
 @runtime_checkable
 class Pausing(Protocol):
     """A stage that runs chunks in sections."""
+
+    def can_pause(self, rows: int) -> bool:
+        """Whether a chunk of so many rows would have several."""
+        ...
 
     def begin(self, batch: Batch, pending: PendingTokens | None = None) -> PausedForward: ...

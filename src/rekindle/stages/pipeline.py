@@ -119,10 +119,10 @@ class Pipeline:
         device = self.stages[-1].device
         return torch.device(device if device.startswith("cuda") else "cpu")
 
-    @property
-    def pauses(self) -> bool:
-        """Whether chunks can be run in sections, with steps of others in between."""
-        return not self._lines and isinstance(self.stages[0], Pausing)
+    def can_pause(self, rows: int) -> bool:
+        """Whether a chunk of so many rows can be run in sections, with steps of others in between."""
+        stage = self.stages[0]
+        return not self._lines and isinstance(stage, Pausing) and stage.can_pause(rows)
 
     def begin(self, batch: Batch, pending: PendingTokens | None = None) -> PausedForward:
         """Where it can: a chunk of which no layer has run yet."""

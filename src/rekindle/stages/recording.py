@@ -12,7 +12,7 @@ from rekindle.layers import ModelSpan
 from rekindle.pool import Recorder, SegmentPages
 from rekindle.spec import PAGE
 from rekindle.stages.graphs import RecordedSteps, Taps
-from rekindle.stages.layout import LONGEST_CHUNK, GraphShape, recorded_shapes
+from rekindle.stages.layout import LONGEST_CHUNK, GraphShape, chunk_shape, recorded_shapes
 from rekindle.stages.state import SpanState
 
 log = logging.getLogger("rekindle.stages")
@@ -45,6 +45,14 @@ class Recording:
         if padded.is_chunk and padded.rows > self._longest_chunk:
             return None
         return padded if self._model.can_record(padded.rows) else None
+
+    def chunk_of(self, rows: int) -> GraphShape | None:
+        """The shape of the recorded chunk that would serve so many rows, of one prompt."""
+        longest = min(LONGEST_CHUNK, self._longest_chunk)
+        if not 1 < rows <= longest or not self._table_width:
+            return None
+        shape = chunk_shape(rows, self._table_width)
+        return shape if shape.rows <= longest and self._model.can_record(shape.rows) else None
 
     def record_all(self, chunk: int, block: int, rewinds: bool) -> int:
         """Record every step that requests will need, with chunks of up to `chunk` rows and blocks of up to `block`,
