@@ -286,8 +286,8 @@ def test_only_chunks_that_are_recorded_in_several_sections_can_pause(make_tiny: 
     short = tiny.stage(slots=2, pages=4, host_pages=9, **RECORDED)
     assert short.can_pause(200)
     short.open(0)
-    for at in (0, 250):
-        short.forward(Batch((Segment(0, at, tuple(TOKENS[at : at + 250]), Wanted.LAST),)), None)
+    for at in range(0, 600, 100):
+        short.forward(Batch((Segment(0, at, tuple(TOKENS[at : at + 100]), Wanted.LAST),)), None)
     assert short.pool.away and not short.can_pause(200)
 
 

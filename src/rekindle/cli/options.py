@@ -31,7 +31,7 @@ Sequences = Annotated[
     int | None,
     typer.Option(
         help="Requests that run at the same time; if left out 16, or 8 or 4 where a GPU would otherwise have cold "
-        "experts or no KV pool for 65,536 tokens."
+        "experts or, for a sequence that runs alone, no KV pool of 65,536 tokens."
     ),
 ]
 CacheRam = Annotated[

@@ -64,9 +64,9 @@ def serve(
     max_gap: Annotated[
         int | None,
         typer.Option(
-            help="On GPUs: milliseconds that answers may pause for another request's prompt (a target; longer while "
-            "several prompts wait, and where a decode step takes longer than half of it). If left out 16, with several "
-            "devices 50."
+            help="Milliseconds between two tokens of an answer while another request's prompt comes in: a target, on "
+            "GPUs of this machine only; longer while several prompts wait. If left out 16, or 50 where a chunk of the "
+            "prompt cannot pause for answers and is made shorter (several GPUs, sparse KV)."
         ),
     ] = None,
     dtype: options.Dtype = None,
