@@ -53,6 +53,17 @@ def test_of_another_conversation_nothing_was_changed(text: ModelText) -> None:
     assert said == "the system prompt changed at line 1 (a date or a time?): 'Today is 2026-11-17.'"
 
 
+def test_a_first_line_of_which_no_word_was_seen_before_was_not_changed_though_it_looks_like_a_date(
+    text: ModelText,
+) -> None:
+    assert told(text, TALK, with_(0, "Today is 2026-11-18. You are brief.")) is None
+
+
+def test_only_the_clients_own_words_are_shown(text: ModelText) -> None:
+    said = told(text, with_(3, "Be kind.\nAlways."), with_(3, "Be kind.\nAlways be rude."))
+    assert said == "message 4 (user) changed at line 2: 'Always be rude.'"
+
+
 def test_a_line_of_a_message_is_named(text: ModelText) -> None:
     said = told(text, TALK, with_(3, "Status:\n870 tokens left\nGo on."))
     assert said == "message 4 (user) changed at line 2 (a counter?): '870 tokens left'"

@@ -10,6 +10,7 @@ from rekindle.engine.types import Divergence
 from rekindle.prompt import BoundaryKind, Prompt
 
 SHOWN = 80  # characters of the line
+END = re.compile(r"<\|\w+\|>$")  # what templates write behind a message's last line
 STARTS = (BoundaryKind.MESSAGE, BoundaryKind.SYSTEM, BoundaryKind.MARK)  # kinds that a message's start may have
 
 # What changes on every call, by how it looks; the first that fits is named.
@@ -40,12 +41,14 @@ def changed(prompt: Prompt, divergence: Divergence | None, text: TextPort) -> st
     role = said.partition("\n")[0].strip()
     if role not in ("system", "developer", "user", "tool"):
         return None
-    line, place = said.split("\n")[before.count("\n")].strip(), before.count("\n")
+    place = before.count("\n")
+    line = END.sub("", said.split("\n")[place]).strip()
     where = "the system prompt" if number == 0 and role in ("system", "developer") else f"message {number + 1} ({role})"
     if number == 0 and line.startswith('{"'):
         where = "the list of tools"
     guess = _guess(line)
-    if number == 0 and place <= 1 and not guess and where != "the list of tools":
+    shared = before.partition("\n")[2]
+    if number == 0 and place <= 1 and not (guess and shared) and where != "the list of tools":
         return None  # at the first line of all: another conversation, most likely, of which nothing was changed
     return f"{where} changed at line {max(1, place)}{guess}: {line[:SHOWN]!r}"
 
