@@ -259,7 +259,7 @@ def test_a_capture_does_not_feel_what_is_written_after_it(small_slabs: list[torc
     copies = PaperGpu(small_slabs) if gpu else HostCopies(torch.device("cpu"), 0)
     tensors = mixed()
     truth = [tensor.clone() for tensor in tensors]
-    taken = copies.take_live(tensors)
+    taken = copies.copy_live(tensors).to_host()
     for tensor in tensors:
         tensor.zero_()
     copies.join()
@@ -390,7 +390,7 @@ def test_a_capture_does_not_wait_for_memory(small_slabs: list[torch.Tensor], mon
     copies = PaperGpu(small_slabs)
     states = [torch.randn(7, 9), torch.randn(50)]
     truth = [state.clone() for state in states]
-    columns, own = copies.take_pages(pool.kv, range(70)), copies.take_live(states)
+    columns, own = copies.take_pages(pool.kv, range(70)), copies.copy_live(states).to_host()
     for state in states:
         state.zero_()
     ready = copies.ready()
@@ -429,7 +429,7 @@ def test_the_device_sets_no_more_captures_apart_than_the_plan_counts(
 
     monkeypatch.setattr(torch, "stack", counted)
     monkeypatch.setattr(copies, "_copy_stacks", copied)
-    taken = [copies.take_live([torch.full((200,), float(n))]) for n in range(3 * IN_FLIGHT)]
+    taken = [copies.copy_live([torch.full((200,), float(n))]).to_host() for n in range(3 * IN_FLIGHT)]
     copies.join()
     assert most == IN_FLIGHT
     assert [int(own[0][0]) for own in taken] == [*range(3 * IN_FLIGHT)]
@@ -442,7 +442,7 @@ def test_copies_keep_their_order_though_the_first_wait_for_memory(
     monkeypatch.setattr("rekindle.snapshots.slabs.Slab", Slow)
     Slow.given.set()
     copies = PaperGpu(small_slabs)
-    copies.take_live([torch.zeros(8)])
+    copies.copy_live([torch.zeros(8)]).to_host()
     first = copies.ready()
     assert first is not None
     first.wait()
@@ -469,7 +469,7 @@ def test_memory_is_not_used_again_while_the_device_may_read_or_write_it(small_sl
     copies = Busy(small_slabs)
     assert copies.slabs is not None
     copies.slabs.spare = lambda: 1 << 30
-    taken = copies.take_live([torch.ones(30)])
+    taken = copies.copy_live([torch.ones(30)]).to_host()
     ready = copies.ready()
     del taken  # nobody wants the capture any more
     assert copies.slabs.idle_bytes == 0
@@ -499,7 +499,7 @@ def test_own_parts_give_their_slabs_back_while_the_pages_beside_them_live(small_
     states = torch.randn(2, 3 * EDGE // 4)  # a slab holds one state, or two pages
     held = []
     for start in range(0, 15, 3):
-        own = copies.take_live(list(states))
+        own = copies.copy_live(list(states)).to_host()
         held += copies.take_pages(pool.kv, range(start, start + 3))
         copies.join()
         copies._thread.submit(int).result()  # it has let go of the work before
@@ -516,7 +516,7 @@ def test_what_waits_for_memory_when_the_copies_are_stopped_still_comes(
     monkeypatch.setattr("rekindle.snapshots.slabs.Slab", Slow)
     Slow.given.clear()
     copies = PaperGpu(small_slabs)
-    (one,), (two,) = (copies.take_live([torch.full((50,), value)]) for value in (7.0, 8.0))
+    (one,), (two,) = (copies.copy_live([torch.full((50,), value)]).to_host() for value in (7.0, 8.0))
     ready = copies.ready()
     stopping = threading.Thread(target=copies.stop)
     stopping.start()
@@ -598,7 +598,7 @@ def test_a_capture_that_shares_pages_with_one_that_fails_later_fails_too(
     copies.refuses = 1
     pool.export(table.pages)  # the first capture's, which wait for memory …
     assert pool.export(table.pages) == [page.copies for page in table.pages]  # … and the second's
-    copies.take_live([torch.ones(5)])
+    copies.copy_live([torch.ones(5)]).to_host()
     ready = pool.ready(table.pages)
     Slow.given.set()
     assert ready is not None
@@ -629,14 +629,14 @@ def test_memory_is_held_though_the_copies_to_it_could_not_all_be_handed_over(sma
     copies = Failing(small_slabs)
     assert copies.slabs is not None
     copies.slabs.spare = lambda: 1 << 30
-    copies.take_live([torch.ones(30)])  # by the thread, which makes a slab
+    copies.copy_live([torch.ones(30)]).to_host()  # by the thread, which makes a slab
     copies.join()
     copies._thread.submit(int).result()
     copies.let_go()
     assert copies.slabs.idle_bytes == SMALL
     copies.refuses = 1
     with pytest.raises(RuntimeError, match="no launch"):
-        copies.take_live([torch.ones(30)])
+        copies.copy_live([torch.ones(30)]).to_host()
     copies.let_go()
     assert copies.slabs.idle_bytes == 0, "the device may still write it"
     copies.device.wait()
@@ -645,7 +645,7 @@ def test_memory_is_held_though_the_copies_to_it_could_not_all_be_handed_over(sma
 
     held = copies.slabs.take(1)  # so that the next has to be made, by the thread
     copies.refuses = 1
-    copies.take_live([torch.ones(30)])
+    copies.copy_live([torch.ones(30)]).to_host()
     copies._thread.submit(int).result()
     copies.let_go()
     copies._last = None  # it knows of the failure, and of what was to be copied
@@ -743,7 +743,7 @@ def test_copies_that_wait_for_their_caller_begin_when_the_device_has_no_room_for
 
 def test_copies_that_could_not_begin_say_so_to_their_own_caller_alone(small_slabs: list[torch.Tensor]) -> None:
     copies = Failing(small_slabs)
-    copies.take_live([torch.zeros(30)])
+    copies.copy_live([torch.zeros(30)]).to_host()
     copies.join()  # its slab is made: the next copies begin on the caller's thread
     lost = copies.copy_live([torch.ones(30)])
     copies.refuses = 1

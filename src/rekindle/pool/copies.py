@@ -158,13 +158,10 @@ class HostCopies:
             fetch_pages(targets, sources, nbytes)
             _copy_to_slabs(to, self._gathered)
 
-    def take_live(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the tensors hold now, though the next step overwrites them; complete once `ready` is."""
-        return self.copy_live(tensors).to_host()
-
     def copy_live(self, tensors: Sequence[torch.Tensor]) -> LiveCopy:
-        """The same, copied on the device alone: what is to be done for the host takes the caller longer, and may wait.
-        Tensors of one shape are copied together, since a launch for each would cost more than the copies."""
+        """What the tensors hold now, though the next step overwrites them: copied on the device alone, since what is to
+        be done for the host takes the caller longer, and may wait. Tensors of one shape are copied together, since a
+        launch for each would cost more than the copies."""
         if not self.pinned:
             return LiveCopy([tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors])
         alike: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
