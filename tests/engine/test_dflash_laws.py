@@ -25,7 +25,7 @@ from rekindle.engine.drafting import Drafts
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import DraftReport, Sampling
 from rekindle.experts import RoutingCounts, SpanExperts
-from rekindle.layers import load_span
+from rekindle.layers import load_span, span
 from rekindle.prefix import local_tiers
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
 from rekindle.shards import RemoteStage, ShardServer, Terms
@@ -35,6 +35,7 @@ from rekindle.speculative.files import open_drafter
 from rekindle.speculative.lookup import PromptLookup
 from rekindle.speculative.mtp_file import MtpFile
 from rekindle.stages import LocalStage, Pipeline
+from rekindle.stages.paused import PausedForward
 from rekindle.stages.types import PendingTokens
 
 VOCAB, LENGTH = 4, 40
@@ -122,6 +123,29 @@ def test_the_tokens_are_those_of_a_run_without_a_drafter(target: Target, drafts:
     assert draft.blocks and draft.proposed >= draft.accepted
     if sampling is GREEDY and drafts is ALONE:
         assert 0 < draft.accepted < draft.proposed
+
+
+def test_blocks_between_the_sections_of_anothers_prompt_change_no_token(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(span, "SECTION", 0)  # sections of two layers
+    engine, paused = target.engine(max_gap=1e-9), list[int]()
+    run_some = engine._launcher._run_some
+
+    def noting(forward: PausedForward, *rest: Any) -> bool:
+        paused.append(forward.sections)
+        return run_some(forward, *rest)
+
+    engine._launcher._run_some = noting  # type: ignore[method-assign]
+    first = Answer(engine, prompt(1), max_tokens=LENGTH)
+    first.first_token.wait()
+    long = prompt(4, 700)
+    second = Answer(engine, long, max_tokens=LENGTH)
+    assert [first.tokens, second.tokens] == [target.plain(prompt(1)), target.plain(long)]
+    again = Answer(engine, long, max_tokens=LENGTH)
+    assert again.tokens == second.tokens and again.finished.draft.cold_from is None
+    engine.stop()
+    assert not target.lab.recorded or max(paused) > 1, "chunks paused"
 
 
 @pytest.mark.parametrize("version", ["1", "2", "mtp"])
