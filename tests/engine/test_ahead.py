@@ -336,12 +336,17 @@ def test_while_a_block_is_chosen_the_device_stands_still_at_its_cost(monkeypatch
     for tokens in ((1,), (1, 2, 3)):
         collector._last_back = 10.0
         batch = Batch((Segment(0, 4, tokens, Wanted.ALL),), rewindable=len(tokens) > 1)
-        flight = SimpleNamespace(batch=batch, owners=(owner,), launched=12.0, began=12.0, ahead=None, behind=None)
+        flight = SimpleNamespace(
+            batch=batch, owners=(owner,), launched=12.0, began=12.0, ahead=None, behind=None, behind_chunk=False
+        )
         collector._note_pace(flight)  # type: ignore[arg-type]
     assert noted == [(1, 3.0), (3, 5.0)]
     collector._behind = PassBehind(0, torch.zeros(1, 4), 0.0, Stopwatch(CPU))
     collector._note_pace(flight)  # type: ignore[arg-type]
     assert len(noted) == 2, "a step that has waited for a pass which nobody uses says nothing"
+    flight.behind_chunk, collector._behind = True, None
+    collector._note_pace(flight)  # type: ignore[arg-type]
+    assert len(noted) == 2, "nor one behind the rest of a chunk"
 
 
 def test_a_pass_is_timed_apart_from_the_step_behind_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
