@@ -137,10 +137,14 @@ def test_blocks_between_the_sections_of_anothers_prompt_change_no_token(
         return run_some(forward, *rest)
 
     engine._launcher._run_some = noting  # type: ignore[method-assign]
-    first = Answer(engine, prompt(1), max_tokens=LENGTH)
-    first.first_token.wait()
-    long = prompt(4, 700)
-    second = Answer(engine, long, max_tokens=LENGTH)
+    long, asked = prompt(4, 700), list[Answer]()
+
+    def ask(count: int) -> None:  # by the engine's own thread, so that the first goes on beside it
+        if count == 3:
+            asked.append(Answer(engine, long, max_tokens=LENGTH))
+
+    first = Answer(engine, prompt(1), at_token=ask, max_tokens=LENGTH).wait()
+    (second,) = asked
     assert [first.tokens, second.tokens] == [target.plain(prompt(1)), target.plain(long)]
     again = Answer(engine, long, max_tokens=LENGTH)
     assert again.tokens == second.tokens and again.finished.draft.cold_from is None

@@ -11,10 +11,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.answers import Answer
 from support.lending_stages import WIDE, lending_stage, poisoned
-from support.snapshot_lab import Lab, RecordingCache, random_tokens, same_bits
+from support.snapshot_lab import Lab, RecordingCache, random_tokens, same_bits, wait_until
 from support.stage_life import LONGEST, SLOTS, TOKENS, StageLife
 
 from rekindle.batch import Batch, Segment, Wanted
+from rekindle.engine.engine import Engine
 from rekindle.engine.flight import ChunkSection
 from rekindle.layers import span
 from rekindle.layers.span import LEAST_CUT, LEAST_LAYERS
@@ -310,6 +311,20 @@ def test_features_of_a_chunk_are_those_of_its_own_rows_whoever_runs_between_its_
 # In the engine
 
 
+def beside(engine: Engine, short: Prompt, count: int, long: Prompt, **fields: Any) -> tuple[Answer, Answer]:
+    """The second is asked for at the third token of the first, by the engine's own thread: all of it runs beside."""
+    asked = list[Answer]()
+
+    def ask(tokens: int) -> None:
+        if tokens == 3:
+            asked.append(Answer(engine, long, **fields))
+
+    first = Answer(engine, short, at_token=ask, max_tokens=count)
+    first.first_token.wait()
+    wait_until(lambda: bool(asked))
+    return first, asked[0]
+
+
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 @pytest.mark.parametrize("async_steps", [0, 1])
 def test_beside_answers_a_prompt_comes_in_by_sections_and_nobody_gets_another_token(
@@ -330,9 +345,7 @@ def test_beside_answers_a_prompt_comes_in_by_sections_and_nobody_gets_another_to
         collect()
 
     engine._collector.collect = noting  # type: ignore[method-assign]
-    first = Answer(engine, Prompt(short), max_tokens=60)
-    first.first_token.wait()
-    second = Answer(engine, Prompt(long), max_tokens=60)
+    first, second = beside(engine, Prompt(short), 60, Prompt(long), max_tokens=60)
     assert [first.tokens, second.tokens] == expected
     assert sum(sections for sections, _ in between) > 0, "it paused"
     assert Answer(engine, Prompt(long), max_tokens=60).tokens == expected[1]
@@ -350,9 +363,8 @@ def test_a_prompt_that_ends_one_token_behind_an_edge_has_the_answer_of_a_run_by_
     expected = Answer(alone, long, max_tokens=5).tokens
     alone.stop()
     engine = lab.engine(grid=256, max_gap=1e-9)
-    first = Answer(engine, Prompt(random_tokens(30, 1)), max_tokens=200)
-    first.first_token.wait()
-    assert Answer(engine, long, max_tokens=5).tokens == expected
+    _, second = beside(engine, Prompt(random_tokens(30, 1)), 200, long, max_tokens=5)
+    assert second.tokens == expected
     assert Answer(engine, long, max_tokens=5).tokens == expected, "restored, with the logits that were captured"
     engine.stop()
 
@@ -366,10 +378,9 @@ def test_chunks_that_cannot_pause_are_shorter_beside_answers(make_tiny: Any, poo
         rows.append(batch.rows)
         return forward(batch, pending)
 
-    first = Answer(engine, Prompt(random_tokens(30, 1)), max_tokens=600)
-    first.first_token.wait()
     engine.pipeline.forward = noting  # type: ignore[method-assign]
-    assert Answer(engine, Prompt(random_tokens(1600, 2)), max_tokens=5).finished
+    _, second = beside(engine, Prompt(random_tokens(30, 1)), 600, Prompt(random_tokens(1600, 2)), max_tokens=5)
+    assert second.finished
     assert 1 < max(rows) <= 512
     engine.stop()
 
@@ -386,16 +397,15 @@ def test_a_request_that_ends_while_its_prompt_pauses_leaves_nothing_behind(make_
         if len(seen) == 3 and how == "failed":
             begun.forward.result()._replay._step.replays[1] = None
         if len(seen) == 3 and how == "cancelled":
-            engine.cancel(long.id)
+            engine.cancel(begun.owners[0].request.id)
         if len(seen) == 3 and how == "stopped":
             engine.end_requests()
         run_sections(begun, decoding)
 
-    first = Answer(engine, Prompt(random_tokens(30, 1)), max_tokens=400)
-    first.first_token.wait()
     engine._launcher._run_sections = meddling  # type: ignore[method-assign]
-    long = Answer(engine, Prompt(random_tokens(690, 3)), max_tokens=5)
-    last = long.last
+    short, long = Prompt(random_tokens(30, 1)), Prompt(random_tokens(690, 3))
+    first, second = beside(engine, short, 400, long, max_tokens=5)
+    last = second.last
     engine._launcher._run_sections = run_sections  # type: ignore[method-assign]
     assert len(seen) >= 3
     if how != "stopped":
