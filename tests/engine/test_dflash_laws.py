@@ -23,6 +23,7 @@ from rekindle.batch import Ask, Batch
 from rekindle.build.drafts import DraftWeights
 from rekindle.engine.drafting import Drafts
 from rekindle.engine.engine import Engine, EngineSettings
+from rekindle.engine.pace import Pace
 from rekindle.engine.types import DraftReport, Sampling
 from rekindle.experts import RoutingCounts, SpanExperts
 from rekindle.layers import load_span, span
@@ -128,7 +129,8 @@ def test_the_tokens_are_those_of_a_run_without_a_drafter(target: Target, drafts:
 def test_blocks_between_the_sections_of_anothers_prompt_change_no_token(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(span, "SECTION", 0)  # sections of two layers
+    monkeypatch.setattr(span, "SECTION", 0)  # sections of two layers …
+    monkeypatch.setattr(Pace, "sections", lambda *_: 1)  # … one at a time, however long steps take here
     engine, paused = target.engine(max_gap=1e-9), list[int]()
     run_some = engine._launcher._run_some
 

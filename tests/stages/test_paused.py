@@ -17,6 +17,7 @@ from support.stage_life import LONGEST, SLOTS, TOKENS, StageLife
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.engine.engine import Engine
 from rekindle.engine.flight import ChunkSection
+from rekindle.engine.pace import Pace
 from rekindle.layers import span
 from rekindle.layers.span import LEAST_CUT, LEAST_LAYERS
 from rekindle.prompt import Prompt
@@ -26,9 +27,10 @@ from rekindle.stages.paused import PausedForward
 
 @pytest.fixture(scope="module", autouse=True)
 def short_sections() -> Iterator[None]:
-    """Two layers each, also of chunks of a hundred rows."""
+    """Two layers each, also of chunks of a hundred rows; in the engine one at a time, however long steps take here."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(span, "SECTION", 0)
+        patched.setattr(Pace, "sections", lambda self, rows, sections, waiting=1: 1)
         yield
 
 

@@ -79,7 +79,7 @@ class Pace:
         if self._latest is None:
             return 1
         known, seconds = self._latest
-        expected = seconds * DOUBLED ** log2(rows / known)
+        expected = max(1e-6, seconds * DOUBLED ** log2(rows / known))
         room = max(self._step, self._room(self.max_gap, waiting))
         return max(1, min(sections, int(sections * room / expected)))
 
