@@ -200,12 +200,13 @@ def _engine_settings(
     config: Config, model: Model, plans: Sequence[Plan], drafter: DraftWeights | None
 ) -> EngineSettings:
     plan, devices = plans[0], [stage.device.name for plan in plans for stage in plan.stages]
+    gap, shorter_gap = _gaps(config, plan)
     return EngineSettings(
         context=plan.wishes.context,
         queue=config.queue,
         grid=plan.wishes.chunk,
-        max_gap=_gap(config, plan, PAUSED_GAP),
-        shorter_gap=_gap(config, plan, SHORTER_GAP),
+        max_gap=gap,
+        shorter_gap=shorter_gap,
         audit=config.audit,
         drawable=model.spec.drawable,
         drafts=drafts_of(config, devices, drafter),
@@ -213,14 +214,15 @@ def _engine_settings(
     )
 
 
-def _gap(config: Config, plan: Plan, usual: int) -> float | None:
-    """Seconds between two tokens of an answer while prompts come in, where chunks and steps take turns; `usual`
-    milliseconds unless somebody says how many."""
+def _gaps(config: Config, plan: Plan) -> tuple[float | None, float | None]:
+    """Seconds between two tokens of an answer while prompts come in, with chunks that pause and with shorter ones; None
+    where chunks and steps do not take turns."""
     if _takes_turns(plan):
-        return (usual if config.max_gap is None else config.max_gap) / 1000
+        pausing, shorter = (PAUSED_GAP, SHORTER_GAP) if config.max_gap is None else (config.max_gap,) * 2
+        return pausing / 1000, shorter / 1000
     if config.max_gap is not None:
         log.warning("--max-gap %d has no effect: it is for models that lie on GPUs of this machine", config.max_gap)
-    return None
+    return None, None
 
 
 def _takes_turns(plan: Plan) -> bool:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
 
 import numpy as np
 
@@ -28,11 +26,10 @@ from rekindle.snapshots.types import Snapshot
 from rekindle.spec import PAGE
 from rekindle.stages import PageCount, Pipeline, StageOutput
 from rekindle.stages.paused import PausedForward
+from rekindle.stages.pipeline import called
 from rekindle.stages.types import PendingTokens
 
 log = logging.getLogger("rekindle.engine")
-
-T = TypeVar("T")
 
 
 class FreePages:
@@ -136,7 +133,7 @@ class Launcher:
 
     def _begin(self, step: Step) -> None:
         pending = self._pending_of(step)
-        forward = _called(lambda: self._pipeline.begin(step.batch, pending))
+        forward = called(lambda: self._pipeline.begin(step.batch, pending))
         self._stand_behind(step)
         begun = BegunChunk(step.batch, tuple(step.owners), forward)
         self._flights.begun = begun
@@ -146,7 +143,7 @@ class Launcher:
     def _run_sections(self, begun: BegunChunk, decoding: list[Sequence]) -> None:
         """As many as may run before the next step of those who answer."""
         section = ChunkSection(begun.batch)
-        ran = _called(lambda: self._run_some(begun.forward.result(), section, decoding))
+        ran = called(lambda: self._run_some(begun.forward.result(), section, decoding))
         if ran.exception() is None and not ran.result():
             section.mark(self._pipeline.logits_device)
             self._flights.append(section)
@@ -157,7 +154,7 @@ class Launcher:
             return begun.forward.result().result()
 
         self._flights.begun = None
-        flight = Flight(begun.batch, begun.owners, _called(output), section.began, None, self.draw, section.share)
+        flight = Flight(begun.batch, begun.owners, called(output), section.began, None, self.draw, section.share)
         self._draw(flight)
         self._add(flight)
 
@@ -249,13 +246,3 @@ def _pages_of(flight: Flight | ChunkSection) -> int:
     if isinstance(flight, ChunkSection):
         return 0
     return sum(-(-s.end // PAGE) - -(-s.position // PAGE) for s in flight.batch.segments)
-
-
-def _called(call: Callable[[], T]) -> Future[T]:
-    """What comes of it, or the error, which is then its owners'."""
-    future: Future[T] = Future()
-    try:
-        future.set_result(call())
-    except Exception as error:
-        future.set_exception(error)
-    return future

@@ -137,7 +137,7 @@ class Pipeline:
     def forward(self, batch: Batch, pending: PendingTokens | None = None) -> Future[StageOutput]:
         batch = self._tapped(batch)
         if not self._lines:
-            return _done(lambda: self._read(batch, self.stages[0].forward(batch, None, pending), pending))
+            return called(lambda: self._read(batch, self.stages[0].forward(batch, None, pending), pending))
         assert pending is None, "only a pipeline of one stage runs ahead"
         # It stands in every line at once, so that the order in all lines is the order of the calls.
         before: Future[StageOutput] | None = None
@@ -202,7 +202,7 @@ class Pipeline:
         result may come later. later: what need not be done now waits for `finish_captures`, and the result with it."""
         if later and not self._lines:
             begun: Future[tuple[Part, ...]] = Future()
-            self._begun.append((begun, [_done(partial(self._begin, holder, slot)) for holder in self._holders]))
+            self._begun.append((begun, [called(partial(self._begin, holder, slot)) for holder in self._holders]))
             return begun
         futures = self._post_all(lambda holder: self._captured(holder, slot))
         result: Future[tuple[Part, ...]] = Future()
@@ -306,7 +306,7 @@ class Pipeline:
     def _post_all(self, verb: Callable[[StateHolder], T]) -> list[Future[T]]:
         holders = self._holders
         if not self._lines:
-            return [_done(partial(verb, holder)) for holder in holders]
+            return [called(partial(verb, holder)) for holder in holders]
         lines: list[Line | CallLine] = [*self._lines]
         if len(holders) > len(lines) and self._drafter_line is not None:
             lines.append(self._drafter_line)
@@ -363,7 +363,8 @@ def _first_error(futures: Sequence[Future[T]]) -> BaseException | None:
     return next((error for error in errors if error is not None), None)
 
 
-def _done(call: Callable[[], T]) -> Future[T]:
+def called(call: Callable[[], T]) -> Future[T]:
+    """What comes of it, or the error, for whoever asks for the result."""
     future: Future[T] = Future()
     try:
         future.set_result(call())
