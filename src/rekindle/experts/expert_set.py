@@ -95,6 +95,8 @@ class ExpertSet:
     counter: LayerCounter
     swaps: int = 0  # so far
     may_swap: bool = False  # the counts have changed since experts changed places
+    polls: int = 0  # so far
+    swapped_at: int = 0  # polls until the last time that experts might change places
     _arriving: _Arrival | None = field(default=None)
 
     @property
@@ -173,6 +175,7 @@ class ExpertSet:
 
     def poll(self, rows: int) -> None:
         """`rows` rows have passed; the counts are brought up to date from time to time."""
+        self.polls += 1
         self._finish_arrival()
         if self.weights.cpu_experts is not None:
             self.weights.cpu_experts.check()
@@ -180,7 +183,7 @@ class ExpertSet:
 
     def swap_some(self) -> None:
         """A few experts change places, if the counts say so."""
-        self.may_swap = False
+        self.may_swap, self.swapped_at = False, self.polls
         for goes, comes in choose_swaps(self.counter.row, self.residency.staying):
             self.swap(goes, comes)
 

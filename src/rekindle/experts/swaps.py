@@ -15,11 +15,13 @@ def choose_swaps(
     counts: np.ndarray, hot: Iterable[int], gain: float = GAIN, least: float = LEAST, most: int = MOST
 ) -> list[tuple[int, int]]:
     """(hot expert that goes, cold expert that comes), best gain first; the weakest hot against the strongest cold."""
-    fixed = set(hot)
-    weakest = sorted(fixed, key=lambda expert: (counts[expert], -expert))
-    strongest = sorted(set(range(len(counts))) - fixed, key=lambda expert: (-counts[expert], expert))
+    here = np.zeros(len(counts), dtype=bool)
+    here[list(hot)] = True
+    by_use = np.argsort(counts, kind="stable")[::-1]  # most used first; of equals the later one
+    weakest = by_use[here[by_use]][::-1][:most]
+    strongest = by_use[~here[by_use]][:most]
     return [
-        (goes, comes)
-        for goes, comes in zip(weakest[:most], strongest[:most], strict=False)
+        (int(goes), int(comes))
+        for goes, comes in zip(weakest, strongest, strict=False)
         if counts[comes] >= gain * counts[goes] and counts[comes] - counts[goes] >= least
     ]

@@ -23,6 +23,9 @@ from rekindle.spec import ModelSpec, Span
 # layer, but not ahead of their section: with them sections are longer, and only long chunks have some.
 SECTION, LEAST_LAYERS, LEAST_CUT = 2048, 2, 64
 STREAMED_SECTION, LEAST_STREAMED = 10, 1024
+# Layers whose experts change places before one forward: the host takes a quarter of a millisecond for each exchange, and
+# the forward waits for it and for the link.
+MOST_SWAPPING = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,9 @@ class ModelSpan:
         for ffn in self.routed:
             ffn.poll(rows)
         waiting = [ffn for ffn in self.routed if isinstance(ffn, ExpertSet) and ffn.may_swap]
-        for ffn in waiting[: 1 + rows * len(self.routed) // ROUND]:  # so many that none waits for another round
+        waiting.sort(key=lambda ffn: ffn.swapped_at)
+        # In decode so many that none waits for another round; a chunk is a round by itself, and leaves most waiting.
+        for ffn in waiting[: min(1 + rows * len(self.routed) // ROUND, MOST_SWAPPING)]:
             ffn.swap_some()
 
     def enter(self, tokens: Sequence[int] | torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
