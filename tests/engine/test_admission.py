@@ -10,7 +10,7 @@ from support.answers import arriving_together
 from support.faulty import Faulty
 from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens, wait_until
 
-from rekindle.engine.engine import Engine, EngineSettings
+from rekindle.engine.engine import AT_FIRST, Engine, EngineSettings
 from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.types import Failed, FinishReason, Started, Token
 from rekindle.errors import PoolFull, PromptTooLong
@@ -72,6 +72,21 @@ def test_a_first_token_that_is_not_here_yet_keeps_no_other_prompt_waiting(
     for answer, prompt in zip(again, prompts, strict=True):
         assert answer.finished.cache.restored == len(prompt.tokens)
         assert [type(event) for event in answer.events[:2]] == [Started, Token]
+    engine.stop()
+
+
+def test_a_device_without_work_gets_a_step_before_all_in_line_have_come_in(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = AT_FIRST + 3
+    engine = engine_over(lab.stage(slots=count, pages=4 * count))
+    done, open_slot, forward = list[str](), engine.pipeline.open, engine.pipeline.forward
+    monkeypatch.setattr(engine.pipeline, "open", lambda slot: (done.append("open"), open_slot(slot)))
+    monkeypatch.setattr(engine.pipeline, "forward", lambda *step: (done.append("step"), forward(*step))[1])
+    with arriving_together(engine):
+        answers = [Answer(engine, Prompt(random_tokens(70, seed))) for seed in range(count)]
+    assert all(answer.finished.reason is FinishReason.LENGTH for answer in answers)
+    assert done[: count + 1] == ["open"] * AT_FIRST + ["step"] + ["open"] * 3
     engine.stop()
 
 

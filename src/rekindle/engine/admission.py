@@ -54,18 +54,20 @@ class Admission:
         except Exception as error:
             self._endings.fail([sequence], error)
 
-    def admit(self) -> None:
-        """Fill free slots. A first token is drawn behind the state of the prompt before, which travels for a while: the
-        next prompt is handed over meanwhile."""
+    def admit(self, most: int | None = None) -> None:
+        """Fill free slots, or so many of them at most. A first token is drawn behind the state of the prompt before,
+        which travels for a while: the next prompt is handed over meanwhile."""
         firsts: Firsts = deque()
-        self._fill_slots(firsts)
+        self._fill_slots(firsts, most)
         self._collect(firsts, wait=True)
 
-    def _fill_slots(self, firsts: Firsts) -> None:
+    def _fill_slots(self, firsts: Firsts, most: int | None) -> None:
         """In order of the line. A sequence that waits for the disk keeps a slot free, and the next may go before it. A
         sequence that waits for a twin's prefix holds up its own name space only."""
-        reserved, held_up = 0, set[str]()
+        reserved, held_up, enough = 0, set[str](), None if most is None else len(self._roster.running) + most
         for sequence in tuple(self._roster.line):
+            if len(self._roster.running) == enough:
+                return
             if sequence.namespace in held_up:
                 continue
             if self._roster.slots_left == reserved:

@@ -56,10 +56,11 @@ from rekindle.speculative.cost import Costs, GpuCosts
 from rekindle.speculative.width import MOST
 from rekindle.stages import Pipeline
 from rekindle.stages.graphs import GraphRecorder
-from rekindle.stages.layout import round_up
+from rekindle.stages.layout import SHARERS, round_up
 
 LINGER = 0.003  # seconds in which a client that was just answered often asks again: captures wait for it …
 LOOK = 0.0005  # … and between two looks at copies that are under way
+AT_FIRST = max(SHARERS)  # requests that come into slots before a device without work gets a step: as many can share it
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,14 +240,20 @@ class Engine:
 
     def _step(self) -> None:
         self._endings.cancel_marked()
+        if not self._flights:  # others come in while the device has work
+            self._admission.admit(AT_FIRST)
+            self._launch()
         self._admission.admit()
-        while self._launcher.launch_next():
-            pass
+        self._launch()
         self._collector.let_go()
         self._collector.collect()
         if self._roster.running:  # the device has its next step; without one, a request may come any moment
             self._publisher.finish()
         self._publisher.publish_ready()
+
+    def _launch(self) -> None:
+        while self._launcher.launch_next():
+            pass
 
     def _wind_up(self) -> None:
         """The end: results under way are collected, every request gets its last event, captures are published."""

@@ -23,8 +23,8 @@ from rekindle.spec import ModelSpec, Span
 # layer, but not ahead of their section: with them sections are longer, and only long chunks have some.
 SECTION, LEAST_LAYERS, LEAST_CUT = 2048, 2, 64
 STREAMED_SECTION, LEAST_STREAMED = 10, 1024
-# Layers whose experts change places before one forward: the host takes a quarter of a millisecond for each exchange, and
-# the forward waits for it and for the link.
+# Layers whose experts change places before one forward: the host takes a quarter of a millisecond for each exchange,
+# and the forward waits for it and for the link.
 MOST_SWAPPING = 4
 
 
