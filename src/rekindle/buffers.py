@@ -15,7 +15,7 @@ STAGED_PAGES = 64  # pages of one layer in each of the two buffers between host 
 STAGED_PARTS = 4
 STAGED_EXPERTS = 16  # in each of them, at most
 
-RECORDED_ROWS = 2048  # of the longest chunk that is recorded: its graph has work memory of its own
+RECORDED_ROWS = 4096  # of the longest chunk that can be recorded: its graph has work memory of its own
 DRAWN_ROWS = 64  # of a recorded draw, at most: all blocks of a batch together
 
 IN_FLIGHT = 2  # captures that lie apart on a device until they are copied to the host

@@ -104,7 +104,7 @@ class Config:
     split: str = "auto"
     context: int | None = None
     sequences: int | None = None  # that run at once; None: by the memory
-    grid: int | None = None  # prefill chunk; 512 on a CPU, 2048 on a GPU
+    grid: int | None = None  # prefill chunk; 512 on a CPU, 2048 or 4096 on a GPU
     max_gap: int | None = (
         None  # milliseconds between tokens while others' prompts run, on GPUs; None: what costs little
     )

@@ -57,6 +57,30 @@ def test_experts_that_fewer_sequences_keep_hot_are_worth_more_than_slots() -> No
     assert plan_of("35B-A3B", 22.1).wishes.sequences == 4
 
 
+@pytest.mark.parametrize(
+    ("model", "budget", "settings", "chunk"),
+    [
+        ("35B-A3B", 139, {}, 4096),
+        ("27B", 139, {}, 4096),
+        ("27B", 24.5, {}, 2048),  # the memory has better uses
+        ("35B-A3B", 22.1, {}, 2048),
+        ("35B-A3B", 139, {"grid": 1024}, 1024),
+        ("35B-A3B", 139, {"pool": 65_536}, 2048),
+    ],
+)
+def test_chunks_are_longer_where_their_memory_is_next_to_nothing(
+    model: str, budget: float, settings: dict[str, Any], chunk: int
+) -> None:
+    plan = plan_of(model, budget, **settings)
+    assert plan.wishes.chunk == chunk
+    assert any("chunks of 4,096" in reason and "--grid" in reason for reason in plan.reasons) == (chunk == 4096)
+    if chunk == 4096:
+        shorter = plan_of(model, budget, grid=2048)
+        assert plan.cold == shorter.cold == 0
+        given = (shorter.pool_pages - plan.pool_pages) * plan.stage(0).page_bytes
+        assert given <= budget * GIB / 64
+
+
 def test_a_number_that_is_asked_for_is_taken() -> None:
     assert plan_of("27B", 22.1, sequences=16).wishes.sequences == 16
     assert plan_of("27B", 80, sequences=3).wishes.sequences == 3

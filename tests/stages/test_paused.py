@@ -283,7 +283,7 @@ def test_a_sequence_that_comes_lets_it_pause_unless_pages_have_to_move(make_tiny
 def test_only_chunks_that_are_recorded_in_several_sections_can_pause(make_tiny: Any) -> None:
     tiny = make_tiny("dense")
     stage = tiny.stage(slots=2, pages=40, **RECORDED)
-    assert [stage.can_pause(rows) for rows in (1, 32, 64, 2048, 2049)] == [False, False, True, True, False]
+    assert [stage.can_pause(rows) for rows in (1, 32, 64, 4096, 4097)] == [False, False, True, True, False]
     assert not tiny.stage(slots=2, pages=40, table_width=10).can_pause(200), "nothing is recorded"
     assert not tiny.stage(slots=2, pages=8, host_pages=9, kv_mode="sparse", **RECORDED).can_pause(200)
     short = tiny.stage(slots=2, pages=4, host_pages=9, **RECORDED)

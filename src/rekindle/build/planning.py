@@ -17,7 +17,7 @@ from rekindle.build.types import DTYPES, check_heads, choose_types
 from rekindle.config import Config
 from rekindle.errors import BadConfig, DoesNotFit
 from rekindle.experts import CountsFile
-from rekindle.placement import Machine, Plan, Sizes, Wishes, make_plan, parse_split, way_out
+from rekindle.placement import Machine, Plan, Sizes, StagePlan, Wishes, make_plan, parse_split, way_out
 from rekindle.placement.stage import POOL_TARGET
 from rekindle.spec import PAGE, ModelSpec
 
@@ -25,12 +25,17 @@ from rekindle.spec import PAGE, ModelSpec
 # devices, and every expert does.
 SEQUENCES = (16, 8, 4)
 LONG = POOL_TARGET * PAGE  # tokens
+# Rows of a prefill chunk on GPUs: others wait for one chunk at most, and a snapshot can be taken at its end.
+CHUNK = 2048
+LONG_CHUNK = 4096  # on one GPU, of whose memory it needs no more than …
+LONG_CHUNK_PART = 64  # … this part more
 
 
 def resolve(config: Config, model: Model, names: list[str]) -> Config:
     """Decide what depends on the devices, once for all replicas: they restore each other's snapshots."""
     dtype, kv_type = choose_types(model.file, names, config.dtype, config.kv_type)
-    return replace(config, dtype=dtype, kv_type=kv_type, grid=_grid(config, names))
+    grid = _grid(config, names) if config.replicas > 1 else config.grid
+    return replace(config, dtype=dtype, kv_type=kv_type, grid=grid)
 
 
 def divide(machine: Machine, replicas: int) -> list[Machine]:
@@ -122,13 +127,38 @@ def plan_numbers(
 
     counts_tried = SEQUENCES if config.sequences is None else (config.sequences,)
     try:
-        return _first_roomy(plan_for, counts_tried)
+        plan = _first_roomy(plan_for, counts_tried)
     except DoesNotFit as error:
         chosen = config.replicas == 1 and config.ray is None  # else the user did not choose devices and split
         way = way_out(machine, spec, sizes, wishes_of(counts_tried[-1])) if chosen else None
         if way is None:
             raise
         raise DoesNotFit(f"{error}; {way}") from error
+    may_be_longer = config.grid is None and config.pool is None and len(names) == config.replicas == 1
+    return _with_long_chunks(plan, sizes) if may_be_longer and not plan.cold else plan
+
+
+def _with_long_chunks(plan: Plan, sizes: Sizes) -> Plan:
+    """The same plan with chunks of LONG_CHUNK rows, which read the weights half as often, where a GPU has their work
+    memory to spare."""
+    stage = plan.stage(0)
+    if stage.device.is_cpu or stage.device.host:
+        return plan
+    try:
+        longer = make_plan(plan.machine, plan.spec, sizes, replace(plan.wishes, chunk=LONG_CHUNK))
+    except DoesNotFit:
+        return plan
+    costs = _work_bytes(longer.stage(0)) - _work_bytes(stage)
+    is_spare = LONG_CHUNK_PART * costs <= stage.device.budget and not longer.cold
+    why = (
+        f"prompts run in chunks of {LONG_CHUNK:,} tokens: there is work memory to spare; --grid asks for another number"
+    )
+    return replace(longer, reasons=(*plan.reasons, why)) if is_spare else plan
+
+
+def _work_bytes(stage: StagePlan) -> int:
+    """All but the pages, of which there are as many as fit."""
+    return stage.total - stage.pool_pages * stage.page_bytes
 
 
 def _has_cold_on_gpus(plan: Plan) -> bool:
@@ -217,5 +247,5 @@ def counts_file_of(config: Config, model: Model) -> CountsFile | None:
 
 
 def _grid(config: Config, names: list[str]) -> int:
-    """Rows of a prefill chunk: a GPU wants many at once; other answers wait for one chunk at most."""
-    return config.grid or (512 if all(device_of(name) == "cpu" for name in names) else 2048)
+    """Rows of a prefill chunk, as long as it is not known what else the devices hold."""
+    return config.grid or (512 if all(device_of(name) == "cpu" for name in names) else CHUNK)

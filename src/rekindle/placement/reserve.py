@@ -151,7 +151,7 @@ def _tap_bytes(spec: ModelSpec, wishes: Wishes, device: Device) -> int:
     """Of one tapped layer: what leaves it in a chunk, the rows of it that are sent on, and on a GPU a buffer that
     recorded chunks write and one that other recorded steps write."""
     decode_rows = wishes.sequences * (1 + wishes.rewind_rows)
-    rows = 2 * wishes.chunk + (0 if device.is_cpu else RECORDED_ROWS + decode_rows)
+    rows = 2 * wishes.chunk + (0 if device.is_cpu else _recorded_rows(wishes) + decode_rows)
     return rows * spec.hidden * wishes.compute_bytes
 
 
@@ -195,9 +195,14 @@ def _work_items(
 def _recorded_bytes(spec: ModelSpec, wishes: Wishes, mixers: SpanMixers) -> int:
     """Graphs share work memory that nothing else uses: what the longest recorded chunk computes in; and what a section
     of a chunk leaves to the next one."""
-    rows = min(wishes.chunk, RECORDED_ROWS)
-    between = RECORDED_ROWS * spec.hidden * wishes.compute_bytes
+    rows = _recorded_rows(wishes)
+    between = rows * spec.hidden * wishes.compute_bytes
     return rows * _row_bytes(spec, wishes.compute_bytes) + sum(mixers.work_bytes(rows, 1).values()) + between
+
+
+def _recorded_rows(wishes: Wishes) -> int:
+    """Of the longest recorded chunk."""
+    return min(wishes.chunk, RECORDED_ROWS)
 
 
 def _drawing_bytes(spec: ModelSpec, sequences: int) -> int:

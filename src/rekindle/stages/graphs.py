@@ -207,6 +207,7 @@ class RecordedSteps:
         self._scratch_page = scratch_page
         self._record = record
         self._taps = taps
+        self.longest_chunk = RECORDED_ROWS  # of those that are recorded
         self._features: dict[tuple[Taps, bool], torch.Tensor] = {}  # of the last chunk, and of the last other step
         self._between: torch.Tensor | None = None  # what sections of chunks leave to the next ones: one chunk at a time
         self._steps: dict[tuple[GraphShape, Taps], _Step] = {}  # by shape and taps, those used last behind
@@ -288,14 +289,14 @@ class RecordedSteps:
     def _room_for_features(self, taps: Taps, shape: GraphShape) -> torch.Tensor:
         """Of chunks apart: others' steps run between their sections. Steps that were recorded over less keep that."""
         others = max(LONGEST_BLOCK, round_up(self._scratch_slot))
-        key, rows = (taps, shape.is_chunk), RECORDED_ROWS if shape.is_chunk else others
+        key, rows = (taps, shape.is_chunk), self.longest_chunk if shape.is_chunk else others
         if key not in self._features or self._features[key].shape[1] < shape.rows:
             self._features[key] = self._rows_of(len(taps), max(rows, shape.rows))
         return self._features[key]
 
     def _room_between(self, rows: int) -> torch.Tensor:
         if self._between is None or self._between.shape[0] < rows:
-            self._between = self._rows_of(max(rows, RECORDED_ROWS))
+            self._between = self._rows_of(max(rows, self.longest_chunk))
         return self._between
 
     def _rows_of(self, *sizes: int) -> torch.Tensor:

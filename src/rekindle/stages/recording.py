@@ -60,6 +60,7 @@ class Recording:
         be idle."""
         if not self._table_width:
             return 0
+        self.steps.longest_chunk = min(chunk, LONGEST_CHUNK)
         known = recorded_shapes(self._slots, self._table_width, chunk, len(self._paged.groups), block)
         if block and rewinds:
             self.steps.make_rewind_ready()
