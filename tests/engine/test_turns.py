@@ -218,15 +218,15 @@ def test_short_chunks_of_several_prompts_share_a_step() -> None:
 
 
 def test_more_than_four_share_a_step_that_they_fill() -> None:
-    """With a grid of 4,096: eight of 512 rows. Five would leave too much of it to padding, and short ones too."""
+    """With a grid of 4,096: eight of 512 rows, or five; short ones would leave too much of it to padding."""
     scheduler = Scheduler(4096, depth=1, async_steps=0, pace=Pace(0.05, 4096))
     for slot, length in enumerate((*(512,) * 8, *(512,) * 5, *(200,) * 6)):
         scheduler.add(sequence(slot, length, Prefilling))
-    assert run(scheduler, [], 9) == [[512] * 8, [512] * 4, [512, 200, 200, 200], [200] * 3]
+    assert run(scheduler, [], 9) == [[512] * 8, [512] * 5 + [200] * 3, [200] * 3]
     few = Scheduler(4096, depth=1, async_steps=0, pace=Pace(0.05, 4096))
-    for slot, length in enumerate((*(512,) * 5, *(60,) * 5)):
+    for slot, length in enumerate((*(512,) * 4, *(60,) * 6)):
         few.add(sequence(slot, length, Prefilling))
-    assert run(few, [], 9) == [[512] * 4, [512, 60, 60, 60], [60], [60]]
+    assert run(few, [], 9) == [[512] * 4, [60] * 4, [60], [60]]
 
 
 def test_chunks_that_padding_would_outgrow_run_one_by_one() -> None:

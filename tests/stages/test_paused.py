@@ -162,8 +162,9 @@ def row(slot: int, at: int) -> Batch:
 
 def test_sections_have_so_many_layers_that_all_take_about_as_long(stage: LocalStage, monkeypatch: Any) -> None:
     monkeypatch.setattr(span, "SECTION", 512)
-    sizes = {rows: [len(layers) for layers in stage.model.sections(rows)] for rows in (LEAST_CUT, 128, 512, 2048)}
-    assert sizes == {LEAST_CUT: [8], 128: [4, 4], 512: [LEAST_LAYERS] * 4, 2048: [LEAST_LAYERS] * 4}
+    sizes = {rows: [len(layers) for layers in stage.model.sections(rows)] for rows in (LEAST_CUT, 128, 512, 2048, 4096)}
+    two = [LEAST_LAYERS] * 4
+    assert sizes == {LEAST_CUT: [8], 128: [4, 4], 512: two, 2048: two, 4096: [1] * 8}
 
 
 def test_a_chunk_runs_section_by_section_and_a_short_one_does_not_pause(stage: LocalStage) -> None:

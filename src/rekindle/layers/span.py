@@ -18,14 +18,15 @@ from rekindle.layers.embedding import Embedding
 from rekindle.layers.layer import HybridLayer, launches_of
 from rekindle.spec import ModelSpec, Span
 
-# A section, behind which a chunk may pause, has so many layers that it computes about as many rows of layers as this;
-# two at least, and a chunk of fewer rows than LEAST_CUT has none. Experts that come over the link come ahead of their
-# layer, but not ahead of their section: with them sections are longer, and only long chunks have some.
-SECTION, LEAST_LAYERS, LEAST_CUT = 2048, 2, 64
+# A section, behind which a chunk may pause, has so many layers that it computes about SECTION rows of layers;
+# two at least if these have no more than LARGEST together, and a chunk of fewer rows than LEAST_CUT has none. Experts
+# that come over the link come ahead of their layer, but not ahead of their section: with them sections are longer, and
+# only long chunks have some.
+SECTION, LEAST_LAYERS, LARGEST, LEAST_CUT = 2048, 2, 4096, 64
 STREAMED_SECTION, LEAST_STREAMED = 10, 1024
 # Layers whose experts change places before one forward: the host takes a quarter of a millisecond for each exchange,
 # and the forward waits for it and for the link.
-MOST_SWAPPING = 4
+MOST_SWAPPING = 4  # in decode; before a chunk, which is a round by itself, one
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,9 @@ class ModelSpan:
             ffn.poll(rows)
         waiting = [ffn for ffn in self.routed if isinstance(ffn, ExpertSet) and ffn.may_swap]
         waiting.sort(key=lambda ffn: ffn.swapped_at)
-        # In decode so many that none waits for another round; a chunk is a round by itself, and leaves most waiting.
-        for ffn in waiting[: min(1 + rows * len(self.routed) // ROUND, MOST_SWAPPING)]:
+        # In decode so many that none waits for another round.
+        turns = 1 if rows >= ROUND else min(1 + rows * len(self.routed) // ROUND, MOST_SWAPPING)
+        for ffn in waiting[:turns]:
             ffn.swap_some()
 
     def enter(self, tokens: Sequence[int] | torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -116,7 +118,7 @@ class ModelSpan:
         """The layers, in the sections between which a chunk of so many rows may pause."""
         if rows < (LEAST_CUT if self.all_resident else LEAST_STREAMED):
             return (self.layers,)
-        length = max(LEAST_LAYERS, SECTION // rows) if self.all_resident else STREAMED_SECTION
+        length = max(1, min(LEAST_LAYERS, LARGEST // rows), SECTION // rows) if self.all_resident else STREAMED_SECTION
         return tuple(self.layers[at : at + length] for at in range(0, len(self.layers), length))
 
     def run(

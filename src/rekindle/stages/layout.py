@@ -30,7 +30,7 @@ LONGEST_CHUNK = CHUNKS[-1]  # with more rows the device has enough to do while t
 SHARED = 512  # rows of each of several prompts' chunks that share a recorded step …
 SHARERS = {2: (256, 512, 1024), 4: (256, 512, 1024, 2048), 8: (RECORDED_ROWS,)}  # … and the steps' rows
 FEW_SHARERS = 4  # more of them share only with so many rows together, or padding would take longer than two steps
-MANY_FILL = RECORDED_ROWS * 7 // 8
+MANY_FILL = RECORDED_ROWS * 5 // 8
 LEAST_SHARED = min(size for sizes in SHARERS.values() for size in sizes)
 NARROW = 128  # pages of all rows' tables together, up to which attention has a program for each
 
