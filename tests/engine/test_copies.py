@@ -180,6 +180,25 @@ def test_where_a_capture_would_wait_other_chunks_are_launched_first_and_none_is_
     assert all(same_bits(snapshot, lab.cold(snapshot)) for snapshot in at_end)
 
 
+def test_the_device_has_two_steps_while_the_rest_of_a_capture_is_done(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than one."""
+    engine, happened = lab.engine(async_steps=1), list[str]()
+    pipeline, forward, finish = engine.pipeline, engine.pipeline.forward, engine.pipeline.finish_captures
+
+    def note_finish() -> None:
+        if pipeline.has_begun_captures:
+            happened.append(f"finish beside {len(engine._flights)}")
+        finish()
+
+    monkeypatch.setattr(pipeline, "finish_captures", note_finish)
+    monkeypatch.setattr(pipeline, "forward", lambda *step: (happened.append("step"), forward(*step))[1])
+    assert len(Answer(engine, Prompt(random_tokens(60, 1)), max_tokens=8).tokens) == 8
+    engine.stop()
+    assert happened[:4] == ["step", "step", "step", "finish beside 2"]
+
+
 def test_a_prompt_waits_for_no_copies_of_unrelated_prompts(lab: Lab) -> None:
     stage = LateStage(lab.stage())
     engine = engine_over(stage)

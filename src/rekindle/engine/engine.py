@@ -247,7 +247,8 @@ class Engine:
         self._launch()
         self._collector.let_go()
         self._collector.collect()
-        if self._roster.running:  # the device has its next step; without one, a request may come any moment
+        if self._publisher.unfinished and self._roster.running:  # else a request may come any moment
+            self._launch()  # it takes longer than a step
             self._publisher.finish()
         self._publisher.publish_ready()
 
