@@ -117,7 +117,7 @@ def _checked(tokens: Sequence[int], tokenizer: Tokenizer) -> np.ndarray:
 
 def _places(key: np.ndarray, ids: frozenset[int]) -> tuple[int, ...]:
     """Where one of the few `ids` stands, ascending."""
-    return tuple(np.isin(key, list(ids)).nonzero()[0].tolist())
+    return tuple(sorted(place for token in ids for place in (key == token).nonzero()[0].tolist()))
 
 
 def with_boundaries(

@@ -21,13 +21,14 @@ import codecs
 import json
 import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from blake3 import blake3
 
+from rekindle.text.encoded import EncodedTexts
+from rekindle.text.lru import Lru
 from rekindle.text.parsing.jsonish import object_in
 from rekindle.text.sentinels import is_deep
 from rekindle.text.tokenizer import Tokenizer
@@ -39,9 +40,6 @@ PER_PREFIX = 8  # turns remembered behind the same tokens: several answers to on
 Continuations = Callable[[Sequence[int], int], Sequence[Sequence[int]]]
 
 Stretch = tuple[str, int | None]  # a plain stretch of a rendered turn and the special token behind it
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +64,6 @@ class Trail:
         return self._hash.digest(16)
 
 
-class _Lru(Generic[K, V]):
-    """Values with sizes, the longest unused forgotten first. Not locked: its owner is."""
-
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
-        self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self.size = 0
-
-    def get(self, key: K) -> V | None:
-        found = self._values.get(key)
-        if found is None:
-            return None
-        self._values.move_to_end(key)
-        return found[0]
-
-    def put(self, key: K, value: V, size: int) -> None:
-        self.size += size - self._values.pop(key, (None, 0))[1]
-        self._values[key] = (value, size)
-        while self.size > self._budget:
-            _, (_, freed) = self._values.popitem(last=False)
-            self.size -= freed
-
-
 @dataclass(frozen=True, slots=True)
 class _Message:
     """What a turn with tool calls said besides its calls."""
@@ -104,7 +79,8 @@ class _Call:
 
 
 class TurnMemory:
-    """What the model wrote, turn by turn. Bounded; safe to share between threads.
+    """What the model wrote, turn by turn, and how texts of its prompts were encoded. Bounded; safe to share between
+    threads.
 
     `seen` is asked where nothing is remembered, after a restart for instance: the prefix cache has the tokens that its
     states were computed from.
@@ -114,15 +90,16 @@ class TurnMemory:
 
     def __init__(self, budget: int = TURN_BUDGET, seen: Continuations | None = None) -> None:
         self._lock = threading.Lock()
-        self._turns: _Lru[bytes, tuple[array[int], ...]] = _Lru(budget)
-        self._calls: _Lru[str, _Call] = _Lru(budget // 4)
+        self._turns: Lru[bytes, tuple[array[int], ...]] = Lru(budget)
+        self._calls: Lru[str, _Call] = Lru(budget // 4)
+        self.texts = EncodedTexts(budget // 4)
         self._seen = seen
 
     @property
     def size(self) -> int:
         """Bytes held."""
         with self._lock:
-            return self._turns.size + self._calls.size
+            return self._turns.size + self._calls.size + self.texts.size
 
     # Tokens
 
