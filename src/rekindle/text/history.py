@@ -27,6 +27,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from rekindle.prompt import ids_of
 from rekindle.text.encoded import EncodedTexts
 from rekindle.text.lru import Lru
 from rekindle.text.parsing.jsonish import object_in
@@ -59,7 +60,7 @@ class Trail:
 
     def name(self, tokens: Sequence[int]) -> bytes:
         """The name of these tokens, which extend those of the call before."""
-        self._hash.update(array("i", tokens[self._length :]).tobytes())
+        self._hash.update(ids_of(tokens[self._length :]).tobytes())
         self._length = len(tokens)
         return self._hash.digest(16)
 
