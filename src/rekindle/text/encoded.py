@@ -80,5 +80,5 @@ class EncodedTexts:
 
 
 def _name(text: str) -> bytes:
-    """Halves of surrogate pairs, which no text of a client has any more, keep apart what the tokenizer would not."""
+    """A text may hold halves of surrogate pairs, which the tokenizer mends."""
     return blake3(text.encode("utf-8", "surrogatepass")).digest(16)

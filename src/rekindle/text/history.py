@@ -35,6 +35,7 @@ from rekindle.text.sentinels import is_deep
 from rekindle.text.tokenizer import Tokenizer
 
 TURN_BUDGET = 64 << 20  # bytes of remembered turns
+NUMBER = 36  # bytes of a number in a tuple
 PER_PREFIX = 8  # turns remembered behind the same tokens: several answers to one prompt, or retries
 
 # (tokens, longest) -> runs of at most `longest` tokens that are known to have followed exactly these, newest first.
@@ -93,6 +94,7 @@ class TurnMemory:
         self._lock = threading.Lock()
         self._turns: Lru[bytes, tuple[array[int], ...]] = Lru(budget)
         self._calls: Lru[str, _Call] = Lru(budget // 4)
+        self._aligned: Lru[bytes, list[Recalled]] = Lru(budget // 4)
         self.texts = EncodedTexts(budget // 4)
         self._seen = seen
 
@@ -100,7 +102,7 @@ class TurnMemory:
     def size(self) -> int:
         """Bytes held."""
         with self._lock:
-            return self._turns.size + self._calls.size + self.texts.size
+            return self._turns.size + self._calls.size + self._aligned.size + self.texts.size
 
     # Tokens
 
@@ -121,6 +123,17 @@ class TurnMemory:
         """The turns that came after the tokens of that name, newest first."""
         with self._lock:
             return self._turns.get(name) or ()
+
+    def aligned(self, case: bytes) -> list[Recalled] | None:
+        """What was found when these turns and these stretches were compared before: one and the same turn comes back
+        with every request, and its comparison takes a microsecond a token."""
+        with self._lock:
+            return self._aligned.get(case)
+
+    def keep_aligned(self, case: bytes, found: list[Recalled]) -> None:
+        size = sum(len(each.ids) + len(each.ends) for each in found) * NUMBER + self.OVERHEAD
+        with self._lock:
+            self._aligned.put(case, found, size)
 
     def seen(self, before: Sequence[int], longest: int) -> Sequence[Sequence[int]]:
         """What is known to have come after these tokens from elsewhere."""
@@ -211,7 +224,12 @@ class Recollection:
         """For the first stretches of the turn that follows `before`, what is remembered of each."""
         name = self._trail.name(before)
         if turns := self._memory.recall(name):
-            return self._best(turns, stretches)[0]
+            case = _case(turns, stretches)
+            found = self._memory.aligned(case)
+            if found is None:
+                found = self._best(turns, stretches)[0]
+                self._memory.keep_aligned(case, found)
+            return found
         if not self._may_be_seen:
             return []
         longest = sum(len(text.encode()) + 1 for text, _ in stretches)  # a token spells at least a byte
@@ -234,6 +252,17 @@ class Recollection:
                 if _extent(found) > _extent(best):
                     best, chosen = found, written
         return best, chosen
+
+
+def _case(turns: Sequence[Sequence[int]], stretches: Sequence[Stretch]) -> bytes:
+    """A name for these turns and this rendering of one: no two of them share it."""
+    shape = ([len(turn) for turn in turns], [(len(text), special) for text, special in stretches])
+    digest = blake3(repr(shape).encode())
+    for turn in turns:
+        digest.update(ids_of(turn).tobytes())
+    for text, _ in stretches:
+        digest.update(text.encode("utf-8", "surrogatepass"))
+    return digest.digest(16)
 
 
 def _extent(recalled: Sequence[Recalled]) -> tuple[int, int]:
