@@ -9,6 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from rekindle.api.dialects.openai_completions import CompletionBody
+from rekindle.api.parsing import parse
+from rekindle.errors import BadRequest
+
 
 def post(house: Any, **body: Any) -> dict[str, Any]:
     response = httpx.post(house.url + "/v1/completions", json=body, timeout=20)
@@ -126,3 +130,28 @@ def test_token_ids_are_returned_when_asked(house):
     chunks = [c["choices"][0] for c in chunks_of(house, prompt="say(ab)", return_token_ids=True)]
     assert chunks[0]["prompt_token_ids"] == list(b"say(ab)")
     assert list(chain.from_iterable(c.get("token_ids", []) for c in chunks)) == [97, 98, 256]
+
+
+class SlowBody(CompletionBody):
+    """The same body, whose ids are decoded and checked like all other values."""
+
+    token_fields = frozenset()
+
+
+PROMPTS = (
+    *("[1]", "[1, 2,3 ]", " [0]", "[2147483647]", "[-0]", "[[1], [2, 3]]", '["a"]', '"a"', '["a", 1]', "[]", "[[]]"),
+    *("[true]", "[1.0]", "[1, 2.5]", "[1e2]", "[-1]", "[2147483648]", "[9223372036854775808]", "[1" + "0" * 400 + "]"),
+    *("[null]", "null", "{}", "7", "[1, [2]]", '[1, "2"]', "[NaN]", "[1e999]", "[[" + "1," * 5 + "1]]", "[{}]"),
+)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_ids_that_are_decoded_at_once_are_taken_and_refused_like_all_others(prompt: str) -> None:
+    body = f'{{"prompt": {prompt}, "max_tokens": 4}}'.encode()
+    outcomes = []
+    for kind in (CompletionBody, SlowBody):
+        try:
+            outcomes.append(parse(kind, body).prompt)
+        except BadRequest as error:
+            outcomes.append((str(error), error.field))
+    assert outcomes[0] == outcomes[1]

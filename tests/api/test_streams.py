@@ -10,6 +10,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rekindle.api.sse import event
 
 
 def head_of(path: str, data: bytes) -> bytes:
@@ -114,3 +118,15 @@ def test_an_open_stream_is_never_silent_for_long(fresh_house):
     connection = open_request(house, "/v1/completions", {"prompt": "[silent]", "stream": True})
     assert b": waiting\n\n" in read_until(connection, b": waiting\n\n")
     connection.close()
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_an_event_is_one_line_of_json_that_says_what_was_written(value: Any) -> None:
+    head, line, *rest = event({"value": value}, "name").split(b"\n")
+    assert (head, rest) == (b"event: name", [b"", b""])
+    assert json.loads(line.removeprefix(b"data: ")) == {"value": value}

@@ -99,3 +99,11 @@ def test_an_ended_sequence_cannot_be_ended_again(roster: Roster) -> None:
     roster.remove(one)
     with pytest.raises(AssertionError, match="cannot become Ended"):
         roster.remove(one)
+
+
+def test_the_key_is_all_tokens_that_are_known_and_begins_as_the_prompts_own_array() -> None:
+    one = sequence()
+    assert one.key is one.request.prompt.key
+    for length in (3, 4, 6):
+        one.tokens += range(len(one.tokens), length)
+        assert one.key.tolist() == one.tokens and one.key.dtype == "int32"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rekindle.api import ModelText
 from rekindle.prompt import Prompt
-from rekindle.text import ChatTemplate, Tokenizer, TurnMemory
+from rekindle.text import ChatTemplate, Tokenizer, TurnMemory, history
 from rekindle.text.history import Trail, align
 
 USER = {"role": "user", "content": "What colour is it?"}
@@ -316,6 +316,22 @@ def test_arguments_nested_to_the_edge_of_what_python_can_walk_are_left_alone() -
         message = said("", tool_calls=[call_of('{"a": ' + "[" * depth + "]" * depth + "}")])
         memory.remember_message(message)
         assert memory.restored([message])[0]["tool_calls"][0]["id"] == "c1"
+
+
+def test_a_turn_that_comes_back_unchanged_is_compared_once(
+    qwen_talk: Conversation, golden: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = qwen_talk.ask({"role": "user", "content": "hi"})
+    qwen_talk.answer(prompt, golden.encode("It is red."), said("It is red."))
+    first = qwen_talk.ask({"role": "user", "content": "and?"})
+    monkeypatch.setattr(history, "align", lambda *given: pytest.fail("the turn was compared before"))
+    assert qwen_talk.text.render(qwen_talk.messages, None, True) == first
+    monkeypatch.undo()
+    qwen_talk.messages[1] = said("It is blue.")
+    edited = qwen_talk.text.render(qwen_talk.messages, None, True)
+    assert "It is blue." in qwen_talk.shown(edited)
+    qwen_talk.messages[1] = said("It is red.")
+    assert qwen_talk.text.render(qwen_talk.messages, None, True) == first
 
 
 def test_the_memory_stays_in_its_budget_and_forgets_the_longest_unused() -> None:

@@ -28,20 +28,23 @@ from rekindle.api.events import Bell
 from rekindle.api.generation import Generation
 from rekindle.api.history import History
 from rekindle.api.keys import Client
-from rekindle.api.limits import Meters
+from rekindle.api.limits import Meter, Meters
 from rekindle.api.metrics import Metrics
 from rekindle.api.middleware import AuthMiddleware, CountingMiddleware, ErrorMiddleware, HostMiddleware, RestMiddleware
 from rekindle.api.model_host import ModelHost
 from rekindle.api.params import make_params
-from rekindle.api.request import Conversation
+from rekindle.api.ports import TextPort
+from rekindle.api.request import Conversation, RawPrompts
 from rekindle.api.request_log import Listener, write_line
 from rekindle.api.rules import is_constrained, rules_of
 from rekindle.api.served import ServedModel
 from rekindle.api.settings import Guard
 from rekindle.api.sse import EventStream, unless_client_leaves
 from rekindle.api.utilities import Utilities
+from rekindle.prompt import Prompt
 
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key
+QUICK = 4 << 10  # bytes of a body that is parsed at once: the way to a worker thread and back takes five times as long
 
 # The page holds its own style and script and connects to this server only.
 PAGE_POLICY = (
@@ -93,6 +96,20 @@ async def _http_error(request: Request, error: Exception, dialects: Sequence[Dia
     return error_response(error, request.scope, dialects)
 
 
+async def _parsed(parse: Callable[[bytes], T], data: bytes, meter: Meter) -> T:
+    """On a worker thread where it may take long; a few at a time for each client."""
+    if len(data) <= QUICK:
+        return parse(data)
+    return await to_thread.run_sync(parse, data, limiter=meter.threads)
+
+
+async def _rendered(source: Conversation | RawPrompts, text: TextPort, namespace: str, meter: Meter) -> list[Prompt]:
+    """The same."""
+    if isinstance(source, RawPrompts) and source.are_ids:
+        return source.render(text, namespace)
+    return await to_thread.run_sync(source.render, text, namespace, limiter=meter.threads)
+
+
 class Routes:
     def __init__(self, models: ModelHost, guard: Guard, metrics: Metrics) -> None:
         self.models = models
@@ -112,14 +129,14 @@ class Routes:
 
     def table(self, dialects: Sequence[Dialect[Any]]) -> list[Route]:
         others = [route for dialect in dialects for route in dialect.routes(self)]
-        return [
+        return [  # looked through in order: those come first that are asked for most
+            *(Route(dialect.path, partial(self.answer, dialect), methods=["POST"]) for dialect in dialects),
             Route("/", self.page),
             Route("/health", self.health),
             Route("/ready", self.ready),
             Route("/metrics", self.metrics),
             *Utilities(self).routes(),
             *{route.path: route for route in others}.values(),
-            *(Route(dialect.path, partial(self.answer, dialect), methods=["POST"]) for dialect in dialects),
         ]
 
     async def page(self, request: Request) -> Response:
@@ -157,14 +174,14 @@ class Routes:
         client: Client = request.state.client
         with self._meters.of(client).visit() as meter:
             async with self._bodies.read(request, client) as data:
-                return await to_thread.run_sync(parse, data, limiter=meter.threads)
+                return await _parsed(parse, data, meter)
 
     async def work(self, request: Request, parse: Callable[[bytes], N], job: Callable[[N, ServedModel], T]) -> T:
         client: Client = request.state.client
         with ExitStack() as until_done:
             meter = until_done.enter_context(self._meters.of(client).visit())
             async with self._bodies.read(request, client) as data:
-                body = await to_thread.run_sync(parse, data, limiter=meter.threads)
+                body = await _parsed(parse, data, meter)
             model = await self._model(body.model, request, until_done)
             return await to_thread.run_sync(job, body, model, limiter=meter.threads)
 
@@ -193,13 +210,10 @@ class Routes:
             meter = until_answered.enter_context(self._meters.of(client).visit())
             async with AsyncExitStack() as held:
                 data = await held.enter_async_context(self._bodies.read(request, client))
-                # On worker threads, for both may take long; a few at a time for each client.
-                body = await to_thread.run_sync(dialect.parse, data, limiter=meter.threads)
+                body = await _parsed(dialect.parse, data, meter)
                 wanted = dialect.request(body)
                 model = await self._model(wanted.model, request, until_answered, held)
-                prompts = await to_thread.run_sync(
-                    wanted.source.render, model.text, client.namespace, limiter=meter.threads
-                )
+                prompts = await _rendered(wanted.source, model.text, client.namespace, meter)
                 rules = None
                 if is_constrained(wanted):
                     rules = await to_thread.run_sync(rules_of, wanted, prompts[0], model.text, limiter=meter.threads)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 
+import numpy as np
+
 from rekindle.api.choice import Choice
 from rekindle.api.keys import Client
 from rekindle.api.metrics import Metrics
@@ -22,7 +24,7 @@ from rekindle.api.request import Conversation
 from rekindle.api.served import ServedModel
 from rekindle.engine.types import Event, Failed, Finished, FinishReason, Request, Sampling, Started
 from rekindle.errors import BadRequest, QueueFull, Stopping
-from rekindle.prompt import BoundaryKind, Prompt, common_length
+from rekindle.prompt import BoundaryKind, Prompt, common_length, ids_of
 
 log = logging.getLogger("rekindle.api")
 
@@ -149,8 +151,8 @@ def _is_worthwhile(prompt: Prompt, choice: Choice) -> bool:
     finished = choice.finished
     assert finished is not None, "what follows an answer is prepared when it has finished"
     drawn = choice.ids[:-1] if finished.stop_token is not None else choice.ids
-    written = (*choice.prompt.tokens, *drawn)
-    shared = common_length(prompt.tokens, written)
+    written = np.concatenate([choice.prompt.key, ids_of(drawn)])
+    shared = common_length(prompt.key, written)
     extends = shared >= len(written) - 1  # an answer's last token is not in its state unless a stop token followed
     return not (extends and len(prompt.tokens) - shared < WORTHWHILE)
 

@@ -8,13 +8,14 @@ them in the answer's `ignored_fields`.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rekindle.errors import BadRequest
 from rekindle.grammar.types import check_size
+from rekindle.prompt import TokenIds
 from rekindle.text import check_depth
 from rekindle.text.parsing.jsonish import loads
 
@@ -58,6 +59,8 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
+    token_fields: ClassVar[frozenset[str]] = frozenset()  # that may hold token ids, perhaps a hundred thousand
+
 
 B = TypeVar("B", bound=Body)
 
@@ -69,7 +72,10 @@ def parse(kind: type[B], body: bytes) -> B:
         raise BadRequest(f"the body has {len(raw)} fields, at most {MAX_FIELDS} are taken")
     known = {name: bytes(value) for name, value in raw.items() if name in kind.model_fields}
     _check_counts(known)
-    fields = {name: _load(name, known[name]) if name in known else _is_null(value) for name, value in raw.items()}
+    fields = {
+        name: _load(name, known[name], name in kind.token_fields) if name in known else _is_null(value)
+        for name, value in raw.items()
+    }
     try:
         return kind.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
@@ -95,31 +101,49 @@ def _is_null(value: msgspec.Raw) -> bool | None:
 
 def _check_counts(known: dict[str, bytes]) -> None:
     """Refuses, before decoding, values that would take far more memory or time than their bytes."""
-    brackets = sum(data.count(b"[") + data.count(b"{") for data in known.values())
-    if brackets > MAX_BRACKETS:
-        raise BadRequest(f"the body has {brackets} opening brackets, at most {MAX_BRACKETS} are taken")
-    commas = {name: data.count(b",") for name, data in known.items()}
-    if sum(commas.values()) - commas.get("prompt", 0) > MAX_COMMAS:
-        raise BadRequest(f"the body has {sum(commas.values())} commas, at most {MAX_COMMAS} are taken")
-    if commas.get("prompt", 0) > MAX_PROMPT and not known["prompt"].lstrip().startswith(b'"'):
-        raise BadRequest(f"prompt: has {commas['prompt']} tokens, at most {MAX_PROMPT} are taken", "prompt")
+    length = sum(map(len, known.values()))  # as many brackets or commas there may be; most bodies have fewer bytes
+    if length > MAX_BRACKETS:
+        brackets = sum(data.count(b"[") + data.count(b"{") for data in known.values())
+        if brackets > MAX_BRACKETS:
+            raise BadRequest(f"the body has {brackets} opening brackets, at most {MAX_BRACKETS} are taken")
+    if length > MAX_COMMAS:
+        commas = {name: data.count(b",") for name, data in known.items()}
+        if sum(commas.values()) - commas.get("prompt", 0) > MAX_COMMAS:
+            raise BadRequest(f"the body has {sum(commas.values())} commas, at most {MAX_COMMAS} are taken")
+        if commas.get("prompt", 0) > MAX_PROMPT and not known["prompt"].lstrip().startswith(b'"'):
+            raise BadRequest(f"prompt: has {commas['prompt']} tokens, at most {MAX_PROMPT} are taken", "prompt")
     if len(known.get("chat_template_kwargs", b"")) > MAX_OPTIONS:
         raise BadRequest(f"chat_template_kwargs: has more than {MAX_OPTIONS} bytes", "chat_template_kwargs")
     for name in FORMATS:
         check_size(len(known.get(name, b"")), name)
 
 
-def _load(name: str, data: bytes) -> Any:
-    try:
-        value = loads(data.decode())  # json's own decoding would let halves of surrogate pairs through
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"{_shown(name)}: is not valid JSON: {error}", name) from None
+def _load(name: str, data: bytes, may_be_ids: bool) -> Any:
+    value = _ids(data) if may_be_ids else None
+    if value is None:
+        try:
+            value = loads(data.decode())  # json's own decoding would let halves of surrogate pairs through
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"{_shown(name)}: is not valid JSON: {error}", name) from None
     if isinstance(value, list | dict) and len(value) > MAX_ENTRIES.get(name, MAX_PROMPT):
         raise BadRequest(
             f"{name}: has {len(value)} entries, at most {MAX_ENTRIES.get(name, MAX_PROMPT)} are taken", name
         )
-    check_depth(value, name)
+    if not isinstance(value, TokenIds):
+        check_depth(value, name)
     return value
+
+
+_DECODER = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]])
+
+
+def _ids(data: bytes) -> TokenIds | None:
+    """The value, if it is a list of nothing but ids; what else it is, or what is wrong with it, others find out."""
+    try:
+        ids = _DECODER.decode(data)
+    except msgspec.DecodeError:
+        return None
+    return TokenIds(ids) if ids else None
 
 
 # An escaped surrogate, or a pair of them, after an even number of backslashes: after an odd number, the backslash of
@@ -129,7 +153,7 @@ _SURROGATE = re.compile(rb"(?<!\\)((?:\\\\)*)\\u([dD][89abAB]..\\u[dD][c-fC-F]..
 
 def mend_surrogates(body: bytes) -> bytes:
     """Halves of surrogate pairs become U+FFFD. Agents cut text in the middle of an emoji, and no tokenizer takes it."""
-    if b"\\ud" not in body and b"\\uD" not in body:
+    if b"\\" not in body or (b"\\ud" not in body and b"\\uD" not in body):  # one letter is found much faster than three
         return body
     return _SURROGATE.sub(lambda found: found[1] + rb"\ufffd" if len(found[2]) == 4 else found[0], body)
 

@@ -9,7 +9,7 @@ from typing import Any
 from rekindle.api.ports import TextPort
 from rekindle.api.thinking import Thinking
 from rekindle.grammar import Grammar
-from rekindle.prompt import Prompt
+from rekindle.prompt import Prompt, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,11 @@ class RawPrompts:
 
     prompts: Sequence[str | list[int]]
     add_special_tokens: bool = True  # to text
+
+    @property
+    def are_ids(self) -> bool:
+        """Whether nothing is to be encoded: such prompts are rendered in a moment."""
+        return all(isinstance(each, TokenIds) for each in self.prompts)
 
     def render(self, text: TextPort, namespace: str) -> list[Prompt]:
         return [self._render_one(each, text) for each in self.prompts]

@@ -9,7 +9,6 @@ from collections.abc import Sequence as Sequential
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from rekindle.engine.inbox import Inbox
@@ -83,7 +82,7 @@ class Endings:
 
     def _keep(self, sequence: Sequence, logits: Future[torch.Tensor]) -> None:
         """What stands at the same tokens since before gives way to it, and so do the oldest if they take too much."""
-        tokens = np.asarray(sequence.tokens[: sequence.position], dtype=np.int32)
+        tokens = sequence.key[: sequence.position].copy()
         before = self._roster.kept.longest(tokens, sequence.namespace)
         kept = Kept(sequence.slot, tokens, sequence.namespace, tuple(sequence.stretches), logits)
         self._roster.keep(sequence, kept)

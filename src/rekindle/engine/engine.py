@@ -168,10 +168,9 @@ class Engine:
         self._inbox.put(lambda: self._keep(prompt, seconds, namespace))
 
     def _keep(self, prompt: Prompt, seconds: float, namespace: str) -> None:
-        self._publisher.publish_captured(prompt.tokens, namespace)
-        tokens = np.asarray(prompt.tokens)
+        self._publisher.publish_captured(prompt.key, namespace)
         for mark in prompt.marks[-MOST_OF_A_KIND:]:
-            self.prefixes.keep(tokens[:mark], seconds, namespace)
+            self.prefixes.keep(prompt.key[:mark], seconds, namespace)
 
     def kept_length(self, tokens: Sequential[int] | np.ndarray, namespace: str) -> int:
         """How much of a prompt lies in a slot that the engine keeps."""

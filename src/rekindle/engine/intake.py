@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from rekindle.engine.forcing import Forcing
 from rekindle.engine.sequence import Sequence
 from rekindle.engine.types import Request
@@ -19,8 +17,8 @@ def make_sequence(request: Request, context: int, pages: int, tokens: int | None
     length = len(request.prompt.tokens)
     if length == 0:
         raise BadRequest("the prompt is empty", field="prompt")
-    _check_ids(request.prompt.tokens, "prompt", tokens)
-    _check_ids(request.sampling.logit_bias, "logit_bias", tokens)
+    _check_last(int(request.prompt.key.max()), "prompt", tokens)
+    _check_last(max(request.sampling.logit_bias, default=0), "logit_bias", tokens)
     if length >= context:
         said = f"the prompt has {length} tokens, the context holds {context}"
         raise PromptTooLong(said, tokens=length, most=context - 1)
@@ -32,8 +30,8 @@ def make_sequence(request: Request, context: int, pages: int, tokens: int | None
     return Sequence(request, list(request.prompt.tokens), limit, prefill_end=length, forcing=forcing)
 
 
-def _check_ids(ids: Iterable[int], field: str, known: int | None) -> None:
-    """Refuse ids without a row in the embedding or the logits, and those of padding rows, which stand for no token."""
-    last = max(ids, default=0)
+def _check_last(last: int, field: str, known: int | None) -> None:
+    """Refuse ids without a row in the embedding or the logits, and those of padding rows, which stand for no token.
+    last: the highest of them."""
     if known is not None and last >= known:
         raise BadRequest(f"{field} has the token {last}, the model's tokens end before {known}", field)

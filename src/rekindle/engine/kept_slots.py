@@ -21,6 +21,8 @@ from rekindle.prompt import common_length
 from rekindle.snapshots.types import Stretch
 from rekindle.spec import PAGE
 
+NO_TOKENS = np.empty(0, dtype=np.int32)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
@@ -102,8 +104,8 @@ class KeptSlots:
     def victim(self, sequence: Sequence | None, line: Iterable[Sequence]) -> Kept | None:
         """The least recently used one. Those that share pages with the sequence in need come after others, and those
         that somebody else in line is about to take over come last."""
-        tokens, namespace = (sequence.tokens, sequence.namespace) if sequence is not None else ([], "")
-        prompt, others = np.asarray(tokens, dtype=np.int32), [other for other in line if other is not sequence]
+        prompt, namespace = (sequence.key, sequence.namespace) if sequence is not None else (NO_TOKENS, "")
+        others = [other for other in line if other is not sequence]
 
         def worth(kept: Kept) -> tuple[bool, int]:
             return any(map(kept.may_serve, others)), kept.shares_pages(prompt, namespace)

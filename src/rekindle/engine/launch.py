@@ -10,8 +10,6 @@ import logging
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from rekindle.batch import PENDING, Batch
 from rekindle.engine.ahead import Ahead
 from rekindle.engine.endings import Endings
@@ -225,7 +223,7 @@ class Launcher:
     def _snapshot(self, sequence: Sequence) -> Snapshot:
         parts = self._pipeline.capture(sequence.slot).result()
         return Snapshot(
-            tokens=np.asarray(sequence.tokens[: sequence.position], dtype=np.int32),
+            tokens=sequence.key[: sequence.position].copy(),
             parts=parts,
             logits=None,
             grid=self._grid,

@@ -110,7 +110,7 @@ class Publisher:
         if (why := self._prefixes.refusal(position)) is not None:
             sequence.account.lose(position, why)
             return
-        tokens = np.asarray(sequence.tokens[:position], dtype=np.int32)
+        tokens = sequence.key[:position].copy()
         if self._closed or not self._prefixes.wants(tokens, kind, namespace=sequence.namespace):
             return
         sequence.account.captured.add(position)

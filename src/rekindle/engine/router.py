@@ -73,7 +73,7 @@ class Router:
 
     def _order(self, request: Request) -> list[int]:
         """Replicas, the best first."""
-        now, tokens, namespace = time.monotonic(), np.asarray(request.prompt.tokens), request.namespace
+        now, tokens, namespace = time.monotonic(), request.prompt.key, request.namespace
         with self._lock:
             running = list(self._running.values())
             rests = [now - failed < REST for failed in self._failed_at]
@@ -96,7 +96,7 @@ class Router:
         for place, index in enumerate(order):
             routed.others = order[place + 1 :]
             with self._lock:
-                self._running[routed.request.id] = (index, routed.request, np.asarray(routed.request.prompt.tokens))
+                self._running[routed.request.id] = (index, routed.request, routed.request.prompt.key)
             try:
                 self.replicas[index].submit(replace(routed.request, sink=routed.take))
             except BadRequest:

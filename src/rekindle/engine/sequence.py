@@ -22,7 +22,7 @@ from rekindle.engine.state import Decoding, Ended, Ending, InSlot, Prefilling, S
 from rekindle.engine.token_counts import TokenCounts
 from rekindle.engine.types import Event, FinishReason, Request, Sampling, Token, TokenLogprob
 from rekindle.grammar.guide import Guide
-from rekindle.prompt import Boundary, BoundaryKind
+from rekindle.prompt import Boundary, BoundaryKind, ids_of
 from rekindle.snapshots.types import Stretch
 from rekindle.spec import PAGE
 
@@ -103,11 +103,13 @@ class Sequence:
 
     @property
     def key(self) -> np.ndarray:
-        """Its tokens as the index has them, int32. Made once, and anew when there are more: a long list takes half a
-        millisecond."""
-        if self._key is None or len(self._key) < len(self.tokens):
-            self._key = np.asarray(self.tokens, dtype=np.int32)
-        return self._key
+        """Its tokens as the index has them, int32, not to be written to: the prompt's, and those of the answer behind
+        them when they are asked for. To read a long list takes half a millisecond."""
+        key = self.request.prompt.key if self._key is None else self._key
+        if len(key) < len(self.tokens):
+            key = np.concatenate([key, ids_of(self.tokens[len(key) :])])
+        self._key = key
+        return key
 
     @property
     def slot(self) -> int:

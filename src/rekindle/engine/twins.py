@@ -38,14 +38,14 @@ class Twins:
 
     def _leads(self, other: Sequence, sequence: Sequence) -> bool:
         """Adds a boundary to `other` at the end of what the prompts share, and promotes it if `sequence` will wait."""
-        shared = common_length(sequence.tokens, other.tokens[: other.prefill_end])
+        shared = common_length(sequence.key, other.key[: other.prefill_end])
         if shared < PAGE:
             return False
         other.add_boundary(Boundary(shared, BoundaryKind.BRANCH))
         boundary = max((cut for cut in other.boundaries.cuts if cut <= shared), default=0)
         under_way = boundary > other.collected or self._publisher.awaits(other, boundary)
-        kept = self._roster.kept.known_length(sequence.tokens, sequence.namespace)
-        known = max(kept, self._prefixes.known_length(sequence.tokens[:shared], sequence.namespace))
+        kept = self._roster.kept.known_length(sequence.key, sequence.namespace)
+        known = max(kept, self._prefixes.known_length(sequence.key[:shared], sequence.namespace))
         if under_way and boundary > known:
             other.promote()
             return True

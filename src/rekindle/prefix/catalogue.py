@@ -14,6 +14,7 @@ from rekindle.prefix.index import PrefixIndex
 from rekindle.prefix.retention import Conversations, Retention
 from rekindle.prefix.tier import Tier
 from rekindle.prefix.types import Entry
+from rekindle.prompt import ids_of
 from rekindle.snapshots.types import Snapshot
 
 
@@ -97,7 +98,7 @@ class Catalogue:
 
 def key_of(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     """Token ids as the index and the stores hold them: int32, not below 0. No other number is made to fit."""
-    wide = np.asarray(tokens)
+    wide = tokens if isinstance(tokens, np.ndarray) else ids_of(tokens)
     if len(wide) and not (wide.min() >= 0 and wide.max() < 1 << 31):
         wrong = next(int(token) for token in wide if not 0 <= token < 1 << 31)
         raise BadRequest(f"{wrong} is no token id, which have 31 bits")

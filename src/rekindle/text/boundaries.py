@@ -15,10 +15,13 @@ has a date begins at one: tomorrow's prompt parts from today's there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+
 from rekindle.errors import BadRequest
-from rekindle.prompt import Boundary, BoundaryKind, Prompt
+from rekindle.prompt import Boundary, BoundaryKind, Prompt, ids_of
 from rekindle.text.tokenizer import Tokenizer
 
 # Role-start tokens of known families, for prompts that come as tokens, without a template to ask.
@@ -84,16 +87,12 @@ def boundaries_of_tokens(
     role_starts: RoleStarts | None = None,
 ) -> Prompt:
     """A prompt that came as tokens: every special token in it counts as real."""
-    _check_ids(tokens, tokenizer)
+    key = _checked(tokens, tokenizer)
     roles = role_starts or known_role_starts(tokenizer)
-    openers = tool_opener_ids(tokenizer)
-    marked = roles.ids | openers
-    found = [] if marked.isdisjoint(tokens) else [(i, token) for i, token in enumerate(tokens) if token in marked]
-    starts = tuple(i for i, token in found if token in roles.ids)
-    opened = tuple(i for i, token in found if token in openers)
+    starts, opened = _places(key, roles.ids), _places(key, tool_opener_ids(tokenizer))
     begins_with_system = bool(starts) and _role_is(tokens, starts[0], roles, tokenizer, SYSTEM_ROLES)
     structure = Structure(starts, 1 if begins_with_system else None, opened)
-    return with_boundaries(tokens, structure, roles, tokenizer)
+    return with_boundaries(tokens, structure, roles, tokenizer, key)
 
 
 def before_last_message(prompt: Prompt, roles: RoleStarts) -> Prompt | None:
@@ -105,17 +104,30 @@ def before_last_message(prompt: Prompt, roles: RoleStarts) -> Prompt | None:
     return Prompt(prompt.tokens[:end], tuple(b for b in prompt.boundaries if b.position <= end))
 
 
-def _check_ids(tokens: Sequence[int], tokenizer: Tokenizer) -> None:
+def _checked(tokens: Sequence[int], tokenizer: Tokenizer) -> np.ndarray:
+    """The ids, each of which the vocabulary has."""
     size = tokenizer.vocab_size
-    if tokens and min(tokens) >= 0 and max(tokens) < size:
-        return  # found without a look at each, of which there may be a hundred thousand
-    for i, token in enumerate(tokens):
-        if not 0 <= token < size:
-            raise BadRequest(f"prompt[{i}] is {token}, the vocabulary has {size} tokens", "prompt")
+    with suppress(BadRequest):
+        key = ids_of(tokens)
+        if not len(key) or (key.min() >= 0 and key.max() < size):
+            return key
+    i, wrong = next((i, token) for i, token in enumerate(tokens) if not 0 <= token < size)
+    raise BadRequest(f"prompt[{i}] is {wrong}, the vocabulary has {size} tokens", "prompt")
 
 
-def with_boundaries(tokens: Sequence[int], structure: Structure, roles: RoleStarts, tokenizer: Tokenizer) -> Prompt:
-    """The prompt with every boundary its structure gives."""
+def _places(key: np.ndarray, ids: frozenset[int]) -> tuple[int, ...]:
+    """Where one of the few `ids` stands, ascending."""
+    return tuple(sorted(place for token in ids for place in (key == token).nonzero()[0].tolist()))
+
+
+def with_boundaries(
+    tokens: Sequence[int],
+    structure: Structure,
+    roles: RoleStarts,
+    tokenizer: Tokenizer,
+    key: np.ndarray | None = None,
+) -> Prompt:
+    """The prompt with every boundary its structure gives. key: the tokens as an array, where there is one."""
     end = len(tokens)
     messages = [roles.boundary_at(i) for i in structure.starts[1:]]
     kinds: dict[int, set[BoundaryKind]] = {}
@@ -132,7 +144,8 @@ def with_boundaries(tokens: Sequence[int], structure: Structure, roles: RoleStar
     add(_tool_positions(tokens, structure, roles, tokenizer), BoundaryKind.TOOL)
     add([end], BoundaryKind.END)
     boundaries = (Boundary(at, next(k for k in _PRECEDENCE if k in kinds[at])) for at in sorted(kinds))
-    return Prompt(tuple(tokens), tuple(boundaries), tuple(sorted({at for at in structure.marks if 0 < at <= end})))
+    marks = tuple(sorted({at for at in structure.marks if 0 < at <= end}))
+    return Prompt(tuple(tokens), tuple(boundaries), marks, ids_of(tokens) if key is None else key)
 
 
 def _tool_positions(tokens: Sequence[int], structure: Structure, roles: RoleStarts, tokenizer: Tokenizer) -> list[int]:

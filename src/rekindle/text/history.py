@@ -21,27 +21,27 @@ import codecs
 import json
 import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from blake3 import blake3
 
+from rekindle.prompt import ids_of
+from rekindle.text.encoded import EncodedTexts
+from rekindle.text.lru import Lru
 from rekindle.text.parsing.jsonish import object_in
 from rekindle.text.sentinels import is_deep
 from rekindle.text.tokenizer import Tokenizer
 
 TURN_BUDGET = 64 << 20  # bytes of remembered turns
+NUMBER = 36  # bytes of a number in a tuple
 PER_PREFIX = 8  # turns remembered behind the same tokens: several answers to one prompt, or retries
 
 # (tokens, longest) -> runs of at most `longest` tokens that are known to have followed exactly these, newest first.
 Continuations = Callable[[Sequence[int], int], Sequence[Sequence[int]]]
 
 Stretch = tuple[str, int | None]  # a plain stretch of a rendered turn and the special token behind it
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +61,9 @@ class Trail:
 
     def name(self, tokens: Sequence[int]) -> bytes:
         """The name of these tokens, which extend those of the call before."""
-        self._hash.update(array("i", tokens[self._length :]).tobytes())
+        self._hash.update(ids_of(tokens[self._length :]).tobytes())
         self._length = len(tokens)
         return self._hash.digest(16)
-
-
-class _Lru(Generic[K, V]):
-    """Values with sizes, the longest unused forgotten first. Not locked: its owner is."""
-
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
-        self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self.size = 0
-
-    def get(self, key: K) -> V | None:
-        found = self._values.get(key)
-        if found is None:
-            return None
-        self._values.move_to_end(key)
-        return found[0]
-
-    def put(self, key: K, value: V, size: int) -> None:
-        self.size += size - self._values.pop(key, (None, 0))[1]
-        self._values[key] = (value, size)
-        while self.size > self._budget:
-            _, (_, freed) = self._values.popitem(last=False)
-            self.size -= freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +81,8 @@ class _Call:
 
 
 class TurnMemory:
-    """What the model wrote, turn by turn. Bounded; safe to share between threads.
+    """What the model wrote, turn by turn, and how texts of its prompts were encoded. Bounded; safe to share between
+    threads.
 
     `seen` is asked where nothing is remembered, after a restart for instance: the prefix cache has the tokens that its
     states were computed from.
@@ -114,15 +92,17 @@ class TurnMemory:
 
     def __init__(self, budget: int = TURN_BUDGET, seen: Continuations | None = None) -> None:
         self._lock = threading.Lock()
-        self._turns: _Lru[bytes, tuple[array[int], ...]] = _Lru(budget)
-        self._calls: _Lru[str, _Call] = _Lru(budget // 4)
+        self._turns: Lru[bytes, tuple[array[int], ...]] = Lru(budget)
+        self._calls: Lru[str, _Call] = Lru(budget // 4)
+        self._aligned: Lru[bytes, list[Recalled]] = Lru(budget // 4)
+        self.texts = EncodedTexts(budget // 4)
         self._seen = seen
 
     @property
     def size(self) -> int:
         """Bytes held."""
         with self._lock:
-            return self._turns.size + self._calls.size
+            return self._turns.size + self._calls.size + self._aligned.size + self.texts.size
 
     # Tokens
 
@@ -143,6 +123,17 @@ class TurnMemory:
         """The turns that came after the tokens of that name, newest first."""
         with self._lock:
             return self._turns.get(name) or ()
+
+    def aligned(self, case: bytes) -> list[Recalled] | None:
+        """What was found when these turns and these stretches were compared before: one and the same turn comes back
+        with every request, and its comparison takes a microsecond a token."""
+        with self._lock:
+            return self._aligned.get(case)
+
+    def keep_aligned(self, case: bytes, found: list[Recalled]) -> None:
+        size = sum(len(each.ids) + len(each.ends) for each in found) * NUMBER + self.OVERHEAD
+        with self._lock:
+            self._aligned.put(case, found, size)
 
     def seen(self, before: Sequence[int], longest: int) -> Sequence[Sequence[int]]:
         """What is known to have come after these tokens from elsewhere."""
@@ -233,7 +224,12 @@ class Recollection:
         """For the first stretches of the turn that follows `before`, what is remembered of each."""
         name = self._trail.name(before)
         if turns := self._memory.recall(name):
-            return self._best(turns, stretches)[0]
+            case = _case(turns, stretches)
+            found = self._memory.aligned(case)
+            if found is None:
+                found = self._best(turns, stretches)[0]
+                self._memory.keep_aligned(case, found)
+            return found
         if not self._may_be_seen:
             return []
         longest = sum(len(text.encode()) + 1 for text, _ in stretches)  # a token spells at least a byte
@@ -256,6 +252,17 @@ class Recollection:
                 if _extent(found) > _extent(best):
                     best, chosen = found, written
         return best, chosen
+
+
+def _case(turns: Sequence[Sequence[int]], stretches: Sequence[Stretch]) -> bytes:
+    """A name for these turns and this rendering of one: no two of them share it."""
+    shape = ([len(turn) for turn in turns], [(len(text), special) for text, special in stretches])
+    digest = blake3(repr(shape).encode())
+    for turn in turns:
+        digest.update(ids_of(turn).tobytes())
+    for text, _ in stretches:
+        digest.update(text.encode("utf-8", "surrogatepass"))
+    return digest.digest(16)
 
 
 def _extent(recalled: Sequence[Recalled]) -> tuple[int, int]:

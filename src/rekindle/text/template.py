@@ -19,6 +19,7 @@ from rekindle.text.boundaries import (
     tool_opener_ids,
     with_boundaries,
 )
+from rekindle.text.encoded import EncodedTexts
 from rekindle.text.history import Recalled, Recollection, TurnMemory
 from rekindle.text.late_system import LateSystem
 from rekindle.text.messages import readable, with_joined_parts
@@ -119,7 +120,8 @@ class ChatTemplate:
         text = self._run(request, request.messages, add_generation_prompt)
         stretches = self._stretches(text, request.sentinels)
         recollection = Recollection(memory, self._tokenizer) if memory is not None else None
-        assembly = self._assemble(stretches, request.sentinels, recollection, add_generation_prompt, limit)
+        texts = memory.texts if memory is not None else EncodedTexts(0)
+        assembly = self._assemble(stretches, request.sentinels, recollection, texts, add_generation_prompt, limit)
         structure = Structure(
             starts=tuple(assembly.starts),
             system=self._count_system_starts(request, text),
@@ -211,6 +213,7 @@ class ChatTemplate:
         stretches: Sequence[_Stretch],
         sentinels: Sentinels,
         recollection: Recollection | None,
+        texts: EncodedTexts,
         is_asking: bool,
         limit: int,
     ) -> _Assembly:
@@ -225,7 +228,9 @@ class ChatTemplate:
         for i, stretch in enumerate(stretches):
             marks = [at for at, mark in stretch.found if mark == sentinels.here]
             dated = dated_line(stretch.text) if in_system and not assembly.dated else []
-            ids, places = self._encode_marked(stretch.text, [*marks, *dated], recalled.get(i), limit - len(tokens))
+            ids, places = self._encode_marked(
+                stretch.text, [*marks, *dated], recalled.get(i), limit - len(tokens), texts
+            )
             positions = [len(tokens) + place for place in places]
             assembly.marks.extend(positions[: len(marks)])
             assembly.dated.extend(at for at in positions[len(marks) :] if at >= LEAST_BEFORE_DATE)
@@ -267,16 +272,16 @@ class ChatTemplate:
         return [] if is_asking else turn
 
     def _encode_marked(
-        self, text: str, marks: list[int], recalled: Recalled | None, limit: int
-    ) -> tuple[list[int], list[int]]:
+        self, text: str, marks: list[int], recalled: Recalled | None, limit: int, texts: EncodedTexts
+    ) -> tuple[Sequence[int], list[int]]:
         """Ids of the text, and for each marked character position how many of them end before it or there."""
         if recalled is None and not marks:
-            return self._tokenizer.encode(text, limit), []
+            return texts.encode(text, self._tokenizer, limit), []
         ids, ends = (list(recalled.ids), list(recalled.ends)) if recalled is not None else ([], [])
         cut = ends[-1] if ends else 0
-        rest, rest_ends = self._tokenizer.encode_with_ends(text[cut:], limit - len(ids))
+        rest, rest_ends = texts.encode_with_ends(text[cut:], self._tokenizer, limit - len(ids))
         ends += (cut + end for end in rest_ends)
-        return ids + rest, [bisect_right(ends, mark) for mark in marks]
+        return [*ids, *rest], [bisect_right(ends, mark) for mark in marks]
 
     def _count_system_starts(self, request: _Request, text: str) -> int | None:
         """Which role start begins the first message behind system + tools.

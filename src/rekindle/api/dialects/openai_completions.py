@@ -18,12 +18,12 @@ from rekindle.api.ports import TextPort
 from rekindle.api.request import ClientRequest, RawPrompts
 from rekindle.api.settings import Settings
 from rekindle.engine.types import TokenLogprob
-from rekindle.prompt import Prompt
+from rekindle.prompt import Prompt, TokenIds
 
 
 def _prompts(value: Any) -> Any:
     """One string or one list of token ids is a list of one prompt."""
-    if isinstance(value, str):
+    if isinstance(value, str | TokenIds):
         return [value]
     if not isinstance(value, list):
         raise ValueError(f"must be a string, token ids, or a list of either, got {kind_of(value)}")
@@ -45,6 +45,7 @@ def _are_tokens(values: list[Any]) -> bool:
 
 class CompletionBody(OpenAIBody):
     prompt_field = "prompt"
+    token_fields = frozenset({"prompt"})
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts), Field(max_length=MAX_CHOICES)]  # of str or list[int]
     max_tokens: int | None = Field(None, ge=0, le=LARGEST)  # 0 only scores the prompt
