@@ -77,11 +77,13 @@ class LayerState(ABC):
 class SlotState(LayerState):
     """State of a fixed size: named tensors with one place per slot, and one more for padded rows."""
 
-    __slots__ = ("tensors",)
+    __slots__ = ("_shapes", "tensors")
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Every tensor is [slots + 1, …], of zeros."""
         self.tensors = dict(tensors)
+        # Of every tensor its shape: torch would repeat a window of one row.
+        self._shapes = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in tensors.items()}
 
     def live(self, slot: int) -> dict[str, Tensor]:
         return {name: tensor[slot] for name, tensor in self.tensors.items()}
@@ -90,8 +92,7 @@ class SlotState(LayerState):
         return list(self.live(slot).values())
 
     def check(self, part: Part, position: int) -> None:
-        # Of every tensor its shape: torch would repeat a window of one row.
-        expect(part, {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in self.tensors.items()})
+        expect(part, self._shapes)
 
     def restored(self, slot: int, part: Part) -> list[tuple[Tensor, Tensor]]:
         return [(tensor[slot], part.tensors[name]) for name, tensor in self.tensors.items()]

@@ -77,7 +77,7 @@ class SpanState:
     def commit(self, slot: int) -> None:
         """Adopt what was prepared; the slot is empty afterwards if that fails."""
         position, parts = self._prepared.pop(slot)
-        self.clear(slot)
+        self.paged.clear(slot)  # what layers keep besides is overwritten, all of it
         try:
             self.paged.adopt(slot, position, parts)
             pairs = [pair for layer, part in parts.items() for pair in self.layers[layer].restored(slot, part)]
