@@ -217,9 +217,9 @@ def read_whole(files: ReadFiles, reads: Sequence[FileRead], nbytes: int) -> None
         if got < 0:
             raise unreadable(path, got)
         if got < sum(memory.nbytes for memory in memories):
-            left = nbytes - start - got
+            left = f"{nbytes - start - got} bytes" + (" or more" if start and not got else "")
             name = shown(os.path.basename(path))
-            raise BadSnapshotFile(f"{name}: ends {left} bytes before the {nbytes} that the manifest says")
+            raise BadSnapshotFile(f"{name}: ends {left} before the {nbytes} that the manifest says")
 
 
 def check_sizes(files: ReadFiles, sizes: Mapping[str, int]) -> None:
