@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from support.paper_snapshots import FINGERPRINT, PaperModel, same
 from rekindle.errors import BadSnapshotFile
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.files import FileRead, PlainFiles
-from rekindle.snapshots.loading import READERS
+from rekindle.snapshots.loading import READERS, Reads
 from rekindle.snapshots.manifest import PAGE_HEADER
 from rekindle.snapshots.record import Record
 from rekindle.snapshots.slabs import Slabs
@@ -85,17 +86,29 @@ def test_the_own_object_is_read_in_runs_that_cover_it_once(tmp_path: Path) -> No
     assert sum(nbytes for _, nbytes in runs) == record.own_bytes
 
 
-def test_behind_a_fault_no_reader_begins_another_read(tmp_path: Path) -> None:
+def test_behind_a_fault_no_more_is_read() -> None:
     def fails() -> None:
-        raise OSError("the disk is gone")
+        raise BadSnapshotFile("altered")
 
-    record, files = saved(tmp_path, of_pages(PAGES)), PaperFiles(fails)
-    store = DiskStore(tmp_path, FINGERPRINT, BUDGET, files=files)
-    with pytest.raises(OSError, match="the disk is gone"):
-        store.load(record.id)
-    store.close()  # waits for the readers
-    pages_of_it = [reads for reads in files.asked if not reads[0][0].endswith(record.own)]
-    assert len(pages_of_it) <= READERS
+    done = list[str]()
+    with ThreadPoolExecutor(1) as reader, Reads(reader) as reads:
+        reads.begin(done.append, "first")
+        reads.begin(fails)
+        reads.begin(done.append, "second")
+        reader.shutdown()
+        with pytest.raises(BadSnapshotFile, match="altered"):
+            reads.finish()
+    assert done == ["first"]
+
+
+def test_what_a_load_that_ended_has_left_is_not_read() -> None:
+    done, ended = list[str](), threading.Event()
+    with ThreadPoolExecutor(1) as reader:
+        with Reads(reader) as reads:
+            reads.begin(lambda: done.append("first") if ended.wait(30) else None)
+            reads.begin(done.append, "second")
+        ended.set()
+    assert done == ["first"]
 
 
 @pytest.mark.parametrize("which", ["page", "own"])

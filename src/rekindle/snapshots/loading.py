@@ -30,7 +30,7 @@ READ_AT_ONCE = 4 << 20
 MANY_THREADS = 16 << 20  # bytes of an object from which hashing it is worth several threads
 
 
-class _Reads:
+class Reads:
     """What the readers do for one load. Once a part of it has failed, or the load ends, no more is read."""
 
     def __init__(self, readers: ThreadPoolExecutor) -> None:
@@ -38,7 +38,7 @@ class _Reads:
         self._over = False
         self._begun = list[Future[None]]()
 
-    def __enter__(self) -> _Reads:
+    def __enter__(self) -> Reads:
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -96,7 +96,7 @@ class Loader:
         wanted = [name for name in dict.fromkeys(listed.pages) if name not in columns]
         coming = listed.own_bytes + len(wanted) * (listed.page_bytes - PAGE_HEADER)
         own = self._own_memory(listed)
-        with _Reads(self._readers) as own_reads, _Reads(self._readers) as page_reads:
+        with Reads(self._readers) as own_reads, Reads(self._readers) as page_reads:
             for own_run, piece in own:
                 own_reads.begin(self._read_own, listed, own_run, piece)
             crowded = make_room is not None and coming > self._slabs.spare()
@@ -140,7 +140,7 @@ class Loader:
         piece.slab.make()
         read_whole(self._files, [(self._path(listed.own), run.start, [piece.memory])], listed.own_bytes)
 
-    def _verify_own(self, listed: Manifest, own: Sequence[tuple[OwnRun, SlabSlice]], reads: _Reads) -> None:
+    def _verify_own(self, listed: Manifest, own: Sequence[tuple[OwnRun, SlabSlice]], reads: Reads) -> None:
         reads.finish()
         many = listed.own_bytes >= MANY_THREADS
         self._check(listed.own, digest((piece.memory for _, piece in own), blake3.AUTO if many else 1))
