@@ -99,10 +99,10 @@ class Loader:
         with Reads(self._readers) as own_reads, Reads(self._readers) as page_reads:
             for own_run, piece in own:
                 own_reads.begin(self._read_own, listed, own_run, piece)
-            crowded = make_room is not None and coming > self._slabs.spare()
-            if make_room is not None and crowded:
+            evict = make_room if coming > self._slabs.spare() else None
+            if evict is not None:
                 self._verify_own(listed, own, own_reads)  # alone, so that an altered one evicts nothing
-                make_room(coming)
+                evict(coming)
             runs = self._page_runs(listed, wanted)
             for run, pages in _batches(runs, coming // READERS):
                 page_reads.begin(self._verify_pages, run, pages)
@@ -113,7 +113,7 @@ class Loader:
                 listed, [columns[name][0] for name in listed.pages], [(run, piece.memory) for run, piece in own]
             )
             fresh = {name: LivePage(*columns[name]) for name in wanted}
-            if not crowded:
+            if evict is None:
                 self._verify_own(listed, own, own_reads)
             page_reads.finish()
         tokens = join_tokens([columns[name][1] for name in listed.pages], listed.tail_tokens)

@@ -5,9 +5,10 @@ to pin it for a GPU takes longer still, under a lock that launches wait for. So 
 next request, and beside a GPU threads keep some in stock, enough for captures and restores that come all at once; what
 is taken from it is made anew when nobody has asked for some time and no step runs, unless little is left. Then a part
 of what the RAM tier has yet to fill is made ahead, too. While steps run memory is cleared ahead, which keeps no launch
-waiting and takes most of the time, so that only pinning is left to do. Idle memory is bounded: the stock, and what the
-RAM tier leaves of its budget. One of the threads gives back the rest, since the last reference to a slab may be dropped
-anywhere, also where the driver must not be called.
+waiting and takes most of the time, so that only pinning is left to do; not while snapshots are loaded or many slabs are
+taken, which it would slow down. Idle memory is bounded: the stock, and what the RAM tier leaves of its budget. One of
+the threads gives back the rest, since the last reference to a slab may be dropped anywhere, also where the driver must
+not be called.
 
 A slab is lent as a whole or cut; it comes back by itself when nothing of it is referred to. Code that lets a device
 read or write it keeps a reference until the device has.
