@@ -92,9 +92,7 @@ def test_behind_a_fault_no_more_is_read() -> None:
 
     done = list[str]()
     with ThreadPoolExecutor(1) as reader, Reads(reader) as reads:
-        reads.begin(done.append, "first")
-        reads.begin(fails)
-        reads.begin(done.append, "second")
+        reads.begin([lambda: done.append("first"), fails, lambda: done.append("second")])
         reader.shutdown()
         with pytest.raises(BadSnapshotFile, match="altered"):
             reads.finish()
@@ -102,11 +100,17 @@ def test_behind_a_fault_no_more_is_read() -> None:
 
 
 def test_what_a_load_that_ended_has_left_is_not_read() -> None:
-    done, ended = list[str](), threading.Event()
+    done, begun, ended = list[str](), threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        ended.wait()
+        done.append("first")
+
     with ThreadPoolExecutor(1) as reader:
         with Reads(reader) as reads:
-            reads.begin(lambda: done.append("first") if ended.wait(30) else None)
-            reads.begin(done.append, "second")
+            reads.begin([first, lambda: done.append("second")])
+            begun.wait()
         ended.set()
     assert done == ["first"]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from blake3 import blake3
@@ -31,30 +33,35 @@ MANY_THREADS = 16 << 20  # bytes of an object from which hashing it is worth sev
 
 
 class Reads:
-    """What the readers do for one load. Once a part of it has failed, or the load ends, no more is read."""
+    """What readers do for one load. Once a part of it has failed, or the load ends, no more is read."""
 
     def __init__(self, readers: ThreadPoolExecutor) -> None:
         self._readers = readers
-        self._over = False
+        self._left = deque[Callable[[], None]]()
         self._begun = list[Future[None]]()
 
     def __enter__(self) -> Reads:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._over = True
+        self._left.clear()
 
-    def begin(self, read: Callable[..., None], *arguments: object) -> None:
-        self._begun.append(self._readers.submit(self._run, read, *arguments))
+    def begin(self, reads: Sequence[Callable[[], None]]) -> None:
+        """A reader takes one after the other: handed over one by one they would cost it more than the files do."""
+        self._left += reads
+        self._begun += [self._readers.submit(self._read) for _ in range(min(READERS, len(reads)))]
 
-    def _run(self, read: Callable[..., None], *arguments: object) -> None:
-        if self._over:
-            return
-        try:
-            read(*arguments)
-        except BaseException:
-            self._over = True
-            raise
+    def _read(self) -> None:
+        while True:
+            try:
+                read = self._left.popleft()
+            except IndexError:
+                return
+            try:
+                read()
+            except BaseException:
+                self._left.clear()
+                raise
 
     def finish(self) -> None:
         """Wait for all that was begun; raises what one of them did."""
@@ -97,15 +104,13 @@ class Loader:
         coming = listed.own_bytes + len(wanted) * (listed.page_bytes - PAGE_HEADER)
         own = self._own_memory(listed)
         with Reads(self._readers) as own_reads, Reads(self._readers) as page_reads:
-            for own_run, piece in own:
-                own_reads.begin(self._read_own, listed, own_run, piece)
+            own_reads.begin([partial(self._read_own, listed, *each) for each in own])
             evict = make_room if coming > self._slabs.spare() else None
             if evict is not None:
                 self._verify_own(listed, own, own_reads)  # alone, so that an altered one evicts nothing
                 evict(coming)
             runs = self._page_runs(listed, wanted)
-            for run, pages in _batches(runs, coming // READERS):
-                page_reads.begin(self._verify_pages, run, pages)
+            page_reads.begin([partial(self._verify_pages, *batch) for batch in _batches(runs, coming // READERS)])
             # While they are read, all that needs no bytes.
             for run in runs:
                 columns |= zip(run.names, zip(layout.read_pages(listed, run), run.heads, strict=True), strict=True)

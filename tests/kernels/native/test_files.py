@@ -86,7 +86,7 @@ CUTS = {  # bytes of the file at which reading starts, and of the memories that 
     "from behind the end": (len(CONTENT) + 5, (10,)),
     "nothing": (0, (0,)),
     "no memory": (0, ()),
-    "more memories than one call of the system fills": (3, (2,) * 1500),
+    "in very many": (3, (2,) * 1500),
 }
 
 

@@ -5,35 +5,32 @@ wait for the interpreter's lock several times a file. Defined in Python by `Plai
 #include <fcntl.h>
 #include <stdint.h>
 #include <sys/stat.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 enum { NO_PLAIN_FILE = -(1 << 20) }; /* as in snapshots/files.py */
-enum { AT_ONCE = 1024 };             /* memories that Linux fills in one call */
 
-/* Skip the first `got` bytes of memories: -> those that are left. */
-static struct iovec *skip(struct iovec *memory, const struct iovec *end, size_t got) {
-    for (; memory < end && got >= memory->iov_len; memory++) got -= memory->iov_len;
-    if (memory < end) {
-        memory->iov_base = (char *)memory->iov_base + got;
-        memory->iov_len -= got;
-    }
-    return memory;
-}
+typedef struct {
+    char *start;
+    int64_t bytes;
+} Memory;
 
-/* Fill memories one after the other from byte `start` on: -> bytes, fewer where the file ends; or -errno. */
-static int64_t fill(int file, int64_t start, struct iovec *memory, const struct iovec *end) {
+/* Fill memories one after the other from byte `start` on: -> bytes, fewer where the file ends; or -errno. A call for each:
+the system takes longer for a list of them. */
+static int64_t fill(int file, int64_t start, const Memory *memory, int64_t count) {
     int64_t at = start;
-    while ((memory = skip(memory, end, 0)) < end) {
-        ssize_t got = preadv(file, memory, end - memory < AT_ONCE ? (int)(end - memory) : AT_ONCE, at);
-        if (got < 0 && errno != EINTR) return -errno;
-        if (got == 0) break;
-        if (got > 0) at += got, memory = skip(memory, end, (size_t)got);
+    for (; count; memory++, count--) {
+        for (int64_t filled = 0; filled < memory->bytes;) {
+            ssize_t got = pread(file, memory->start + filled, memory->bytes - filled, at);
+            if (got < 0 && errno == EINTR) continue;
+            if (got < 0) return -errno;
+            if (got == 0) return at - start;
+            filled += got, at += got;
+        }
     }
     return at - start;
 }
 
-static int64_t read_file(const char *path, int64_t start, struct iovec *memory, const struct iovec *end) {
+static int64_t read_file(const char *path, int64_t start, const Memory *memories, int64_t count) {
     struct stat status;
     int64_t result;
     int file;
@@ -43,18 +40,18 @@ static int64_t read_file(const char *path, int64_t start, struct iovec *memory, 
     if (file < 0) return -errno;
     if (fstat(file, &status)) result = -errno;
     else if (!S_ISREG(status.st_mode)) result = NO_PLAIN_FILE;
-    else result = fill(file, start, memory, end);
+    else result = fill(file, start, memories, count);
     close(file);
     return result;
 }
 
-/* The memories of all files stand behind each other, counts[n] of the n-th; they are changed. */
+/* The memories of all files stand behind each other, counts[n] of the n-th. */
 void read_files(
-    const char *const *paths, const int64_t *starts, const int64_t *counts, struct iovec *memories, int64_t files,
+    const char *const *paths, const int64_t *starts, const int64_t *counts, const Memory *memories, int64_t files,
     int64_t *results
 ) {
     for (int64_t n = 0; n < files; memories += counts[n], n++)
-        results[n] = read_file(paths[n], starts[n], memories, memories + counts[n]);
+        results[n] = read_file(paths[n], starts[n], memories, counts[n]);
 }
 
 void file_sizes(const char *const *paths, int64_t files, int64_t *sizes) {

@@ -17,29 +17,30 @@ class NativeFiles:
         self._library = library
 
     def sizes(self, paths: Sequence[str]) -> list[int]:
-        sizes = np.empty(len(paths), dtype=np.int64)
-        self._library.file_sizes(_addresses(paths), len(paths), sizes.ctypes.data)
-        return sizes.tolist()
+        sizes = (ctypes.c_int64 * len(paths))()
+        self._library.file_sizes(_paths(paths), len(paths), sizes)
+        return list(sizes)
 
     def read(self, reads: Sequence[tuple[str, int, Sequence[np.ndarray]]]) -> list[int]:
-        paths, starts, memories = zip(*reads, strict=True)
-        numbers = np.array([starts, list(map(len, memories))], dtype=np.int64)
-        # [memories, 2]: struct iovec is an address and a length
-        places = np.array([(m.ctypes.data, m.nbytes) for each in memories for m in each], dtype=np.int64)
-        results = np.empty(len(paths), dtype=np.int64)
+        """Numbers go over as ctypes has them: to make arrays of numpy takes longer than to open a file."""
+        results = (ctypes.c_int64 * len(reads))()
         self._library.read_files(
-            _addresses(paths),
-            numbers[0].ctypes.data,
-            numbers[1].ctypes.data,
-            places.ctypes.data,
-            len(paths),
-            results.ctypes.data,
+            _paths([path for path, _, _ in reads]),
+            _numbers([start for _, start, _ in reads]),
+            _numbers([len(memories) for _, _, memories in reads]),
+            _numbers([n for _, _, memories in reads for m in memories for n in (m.ctypes.data, m.nbytes)]),
+            len(reads),
+            results,
         )
-        return results.tolist()
+        return list(results)
 
 
-def _addresses(paths: Sequence[str]) -> ctypes.Array[ctypes.c_char_p]:
+def _paths(paths: Sequence[str]) -> ctypes.Array[ctypes.c_char_p]:
     return (ctypes.c_char_p * len(paths))(*map(os.fsencode, paths))
+
+
+def _numbers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 def native_files() -> NativeFiles | None:
