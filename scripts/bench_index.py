@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rekindle.kernels.native.files import native_files
 from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots.disk import DiskStore
@@ -94,7 +95,7 @@ def measure_load(megabytes: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         slabs = Slabs()
         slabs.spare = lambda: 2 * megabytes << 20
-        store = DiskStore(folder, FINGERPRINT, 1 << 40, slabs=slabs)
+        store = DiskStore(folder, FINGERPRINT, 1 << 40, slabs=slabs, files=native_files())
         id = store.save(large(megabytes)).id
         files = [path for path in Path(folder).rglob("*") if path.is_file()]
         bytes_read = sum(path.stat().st_size for path in files)

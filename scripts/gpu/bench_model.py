@@ -25,6 +25,7 @@ from rekindle.bench.speed import measure
 from rekindle.bench.synth import write_synthetic
 from rekindle.build.stage import StageConfig, load_stage
 from rekindle.engine.engine import Engine, EngineSettings
+from rekindle.kernels.native.files import native_files
 from rekindle.layers import load_span
 from rekindle.pool import KvMode
 from rekindle.prefix import PrefixCache, local_tiers
@@ -175,7 +176,7 @@ class Bench:
             slabs.spare = lambda: 2 << 30  # as a RAM tier with so much left would say
         for _ in range(3):
             # A store that knows no living page, so every byte comes from the files, which the page cache holds.
-            store = DiskStore(folder, "0123456789abcdef", 64 << 30, slabs=slabs)
+            store = DiskStore(folder, "0123456789abcdef", 64 << 30, slabs=slabs, files=native_files())
             began = time.perf_counter()
             loaded = store.load(id)
             load.append(time.perf_counter() - began)

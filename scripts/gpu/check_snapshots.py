@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from rekindle.bench.synth import SHAPES
+from rekindle.kernels.native.files import native_files
 from rekindle.layers.delta import DeltaState
 from rekindle.layers.span import ModelSpan
 from rekindle.snapshots.disk import DiskStore
@@ -110,7 +111,7 @@ def save(folder: str, snapshot: Snapshot) -> str:
 
 def load(folder: str, id: str, slabs: Slabs | None) -> tuple[Snapshot, float]:
     """By a store that has no living page, so every byte comes from the files; and the milliseconds."""
-    store = DiskStore(folder, FINGERPRINT, 1 << 40, slabs=slabs)
+    store = DiskStore(folder, FINGERPRINT, 1 << 40, slabs=slabs, files=native_files())
     start = time.perf_counter()
     loaded = store.load(id)
     took = (time.perf_counter() - start) * 1e3

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from blake3 import blake3
 
@@ -16,6 +18,7 @@ from rekindle.build.model import Model
 from rekindle.build.prefix_cache import about, state_identity
 from rekindle.config import Config
 from rekindle.engine.types import Event, Failed, Finished, Request, Sampling
+from rekindle.kernels.native.files import NativeFiles
 from rekindle.placement import Device, Machine
 from rekindle.prompt import Prompt
 from rekindle.spec import Span
@@ -34,6 +37,22 @@ def answer_once(model: Path, folder: Path, kv_type: str) -> None:
     built.entry.submit(Request("one", Prompt(tuple(range(70))), Sampling(), 1, frozenset(), sink=note))
     assert ended.wait(60)
     built.stop()
+
+
+def test_a_server_reads_its_snapshots_without_the_interpreters_lock(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, real = list[int](), NativeFiles.read
+
+    def read(self: NativeFiles, reads: Sequence[tuple[str, int, Sequence[np.ndarray]]]) -> list[int]:
+        asked.append(len(reads))
+        return real(self, reads)
+
+    monkeypatch.setattr(NativeFiles, "read", read)
+    answer_once(golden / "tiny-qwen35-Q4_K_M.gguf", tmp_path, "f32")
+    assert not asked, "nothing lay there"
+    answer_once(golden / "tiny-qwen35-Q4_K_M.gguf", tmp_path, "f32")
+    assert asked
 
 
 def test_a_start_under_another_setting_says_what_lies_in_the_folder(

@@ -94,10 +94,10 @@ def test_an_error_while_an_object_is_read_is_never_taken_for_the_end(
 ) -> None:
     saved = store.save(PaperModel(share=False).snapshot(counting(70)))
 
-    def fails(*anything: object) -> str:
+    def fails(*anything: object) -> None:
         raise IndexError("somewhere below")
 
-    monkeypatch.setattr(loading, "read_into", fails)
+    monkeypatch.setattr(loading, "read_whole", fails)
     with pytest.raises(IndexError, match="somewhere below"):
         reopen(store).load(saved.id)
 

@@ -23,9 +23,11 @@ import pytest
 from support.paper_snapshots import FINGERPRINT, PaperModel, same
 
 from rekindle.errors import BadConfig, BadSnapshotFile
+from rekindle.kernels.native.files import native_files
 from rekindle.snapshots import manifest, tools
 from rekindle.snapshots.about import read_about
 from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.files import PlainFiles, ReadFiles
 from rekindle.snapshots.manifest import Manifest, PageRow, PartRow, StretchRow, key_of
 from rekindle.spec import PAGE
 
@@ -125,10 +127,15 @@ STRANGERS = [to_fifo, to_socket, to_folder, to_link, to_dangling_link, to_device
 @pytest.mark.parametrize("which", [the_manifest, a_page, the_own])
 @pytest.mark.parametrize("change", STRANGERS)
 @pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("files", [PlainFiles, native_files])
 def test_what_is_no_regular_file_is_never_opened_and_makes_way(
-    store: DiskStore, which: Callable[[DiskStore], Path], change: Callable[[Path], None], running: bool
+    store: DiskStore,
+    which: Callable[[DiskStore], Path],
+    change: Callable[[Path], None],
+    running: bool,
+    files: Callable[[], ReadFiles | None],
 ) -> None:
-    opened = DiskStore(store.folder.parent, FINGERPRINT, BUDGET)
+    opened = DiskStore(store.folder.parent, FINGERPRINT, BUDGET, files=files())
     change(path := which(store))
     kept = next((entry for entry in (store.folder).glob("elsewhere-*")), None)
     if running:

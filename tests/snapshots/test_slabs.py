@@ -378,6 +378,39 @@ def test_the_stock_is_filled_in_quiet_times_and_at_once_when_little_is_left() ->
     del pieces
 
 
+def test_while_slabs_are_being_taken_nothing_is_cleared_ahead() -> None:
+    pins = Pins()
+    slabs = Resting(8, SIZE, pins, quiet=3600, calm=3600)
+    wait_for_stock(slabs, 8)
+    pieces = [slabs.take(1) for _ in range(6)]
+    wait_until(lambda: slabs.rests >= 6)  # each of them was news
+    assert slabs._cleared.qsize() == 0 and pins.asked == 8
+    slabs._calm = 0
+    slabs.review()
+    wait_until(lambda: slabs._cleared.qsize() == 6)
+    assert pins.asked == 8
+    slabs.stop()
+    del pieces
+
+
+def test_while_a_load_is_under_way_nothing_is_cleared_or_pinned_unless_little_is_left() -> None:
+    pins = Pins()
+    slabs = Resting(8, SIZE, pins, quiet=0.001, calm=0.001)
+    wait_for_stock(slabs, 8)
+    with slabs.reading(), slabs.reading():
+        pieces = [slabs.take(1) for _ in range(6)]
+        rests = slabs.rests
+        wait_until(lambda: slabs.rests > rests + 20)  # many times as long as it waits without a load
+        assert slabs._cleared.qsize() == 0 and pins.asked == 8
+        pieces.append(slabs.take(1))
+        wait_until(lambda: slabs._ready() > 1)
+        assert pins.asked < 8 + 7, "as many as make it enough for now"
+    wait_for_stock(slabs, 8)
+    slabs.stop()
+    assert slabs.late == 0 and pins.asked == 8 + 7
+    del pieces
+
+
 def test_what_is_cleared_is_taken_before_anything_new_and_goes_first_where_memory_is_wanted() -> None:
     pins, left = Pins(), 4 * SIZE
     slabs = Slabs(4, SIZE, pins, quiet=3600)

@@ -15,6 +15,7 @@ from rekindle.build.model import Model
 from rekindle.build.types import DTYPES
 from rekindle.config import Config, show_bytes, snapshot_folder
 from rekindle.errors import BadConfig
+from rekindle.kernels.native.files import native_files
 from rekindle.placement import Plan
 from rekindle.pool.choice import LEAD
 from rekindle.prefix import HeldStates, PrefixCache, Tier, check_budgets, local_tiers
@@ -119,6 +120,7 @@ def _disk_store(config: Config, model: Model, plan: Plan, slabs: list[Slabs]) ->
         identity,
         config.cache_disk or _free_disk(config.cache_dir, identity),
         slabs=slabs[0] if slabs else None,
+        files=native_files(),
         vocabulary=plan.spec.vocab,
         largest=_largest_object(plan),
     )

@@ -25,6 +25,7 @@ import numpy as np
 
 from rekindle.errors import BadSnapshotFile
 from rekindle.prompt import BoundaryKind
+from rekindle.snapshots.files import PlainFiles, ReadFiles
 from rekindle.snapshots.folder import StoreFolder
 from rekindle.snapshots.inventory import Inventory
 from rekindle.snapshots.live import LivePages
@@ -48,12 +49,14 @@ class DiskStore:
         budget: int,
         *,
         slabs: Slabs | None = None,
+        files: ReadFiles | None = None,
         vocabulary: int | None = None,
         largest: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """slabs: memory for what is loaded; pinned, a GPU reads it as fast as what was captured. vocabulary, and
-        largest, the bytes beyond which no object can be of this model: what a manifest may say, where it is known."""
+        """slabs: memory for what is loaded; pinned, a GPU reads it as fast as what was captured. files: reads without
+        the interpreter's lock, where there are any. vocabulary, and largest, the bytes beyond which no object can be of
+        this model: what a manifest may say, where it is known."""
         self.budget = budget
         self.make_room: Callable[[int], None] | None = None  # before a save: evict this many bytes
         self.make_room_in_ram: Callable[[int], None] | None = None  # before a load: evict until this many fit
@@ -63,7 +66,9 @@ class DiskStore:
         live = LivePages()
         self._inventory = Inventory(self._place, live)
         self._saver = Saver(self._place, self._inventory, live, fingerprint, budget, self._ask_for_room, clock)
-        self._loader = Loader(self._place, self._expected, live, self.slabs, self._inventory.drop_object)
+        self._loader = Loader(
+            self._place, self._expected, live, self.slabs, files or PlainFiles(), self._inventory.drop_object
+        )
         self._scan()
 
     @property

@@ -6,9 +6,9 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ from blake3 import blake3
 from rekindle.errors import BadSnapshotFile
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+FileRead = tuple[str, int, Sequence[Bytes]]  # path, first byte, memories to fill
 
-MANY_THREADS = 16 << 20  # bytes of a file from which reading it is worth several threads
-READ_PIECE = 2 << 20  # bytes; about what a core's own cache holds: most page objects are read in one
+NO_PLAIN_FILE = -(1 << 20)  # a fault beside -errno, and no errno is as large: a link, folder, FIFO, socket or device
+READ_PIECE = 2 << 20  # bytes; about what a core's own cache holds
 SHOWN = 80  # characters of a foreign text that a message repeats
 
 
@@ -29,12 +30,12 @@ def raw(tensor: torch.Tensor) -> Bytes:
     return view
 
 
-def digest(pieces: Iterable[Bytes]) -> str:
+def digest(pieces: Iterable[Bytes], threads: int = 1) -> str:
     """The name of an object: the first 16 bytes of the blake3 of its content, in hex.
 
-    On the caller's thread alone: the disk writer's thread has a low priority, blake3's own threads would not.
+    threads: 1 is the caller's alone; the disk writer's has a low priority, blake3's own would not.
     """
-    hasher = blake3(max_threads=1)
+    hasher = blake3(max_threads=threads)
     for piece in pieces:
         hasher.update(piece.data)
     return hasher.hexdigest(length=16)
@@ -83,16 +84,32 @@ def entries_in(folder: Path) -> list[os.DirEntry[str]]:
 
 def open_plain(path: Path | str, flags: int = os.O_RDONLY) -> int:
     """A descriptor of the regular file at `path`: no link is followed and no FIFO is waited for."""
-    name = shown(os.path.basename(path))
+    descriptor = _open(path, flags)
+    if descriptor < 0:
+        raise unreadable(path, descriptor)
+    return descriptor
+
+
+def _open(path: Path | str, flags: int) -> int:
+    """The same, or a fault."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        why = "it is a link" if error.errno == errno.ELOOP else error.strerror
-        raise BadSnapshotFile(f"{name}: cannot be read: {why}") from error
+        return _fault(error)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise BadSnapshotFile(f"{name}: cannot be read: it is no plain file")
+        return NO_PLAIN_FILE
     return descriptor
+
+
+def _fault(error: OSError) -> int:
+    return -(error.errno or errno.EIO)
+
+
+def unreadable(path: Path | str, fault: int) -> BadSnapshotFile:
+    """What there is to say of a file that gave a fault: -errno, or NO_PLAIN_FILE."""
+    why = {NO_PLAIN_FILE: "it is no plain file", -errno.ELOOP: "it is a link"}.get(fault) or os.strerror(-fault)
+    return BadSnapshotFile(f"{shown(os.path.basename(path))}: cannot be read: {why}")
 
 
 def read_plain(path: Path, most: int) -> bytes:
@@ -146,43 +163,73 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_into(memories: Sequence[Bytes], path: str) -> str:
-    """Fill memory of our own, one after the other, with the file's bytes; returns their digest.
+class ReadFiles(Protocol):
+    """Reads that fill memory of our own.
 
     Not a mapping of the file: one that is cut short under a mapping kills the process, and one that is altered after
-    its digest was checked gives a wrong answer. Each piece is hashed while the processor's caches still hold it.
+    its digest was checked gives a wrong answer.
     """
-    left = sum(memory.nbytes for memory in memories)
-    many, wanted = left >= MANY_THREADS, left
-    hasher = blake3(max_threads=blake3.AUTO if many else 1)
-    piece = MANY_THREADS // 2 if many else READ_PIECE
-    descriptor = open_plain(path)  # several times cheaper than an object for the file
-    try:
-        for memory in memories:
-            rest = memory.data
-            while rest and (got := os.readv(descriptor, [rest[:piece]])):
-                hasher.update(rest[:got])
-                rest, left = rest[got:], left - got
-    except OSError as error:
-        raise BadSnapshotFile(f"{os.path.basename(path)}: cannot be read: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
-    if left:
-        name = os.path.basename(path)
-        raise BadSnapshotFile(f"{name}: ends {left} bytes before the {wanted} that the manifest says")
-    return hasher.hexdigest(length=16)
+
+    def sizes(self, paths: Sequence[str]) -> list[int]:
+        """Bytes of each regular file; of anything else a fault. Nothing is opened."""
+
+    def read(self, reads: Sequence[FileRead]) -> list[int]:
+        """Fill the memories of each read, one after the other: -> bytes read, fewer where a file ends early; or a
+        fault. As `open_plain` opens files."""
 
 
-def check_size(path: str, nbytes: int) -> None:
-    name = os.path.basename(path)
-    try:
-        status = os.lstat(path)
-    except OSError as error:
-        raise BadSnapshotFile(f"{name}: cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise BadSnapshotFile(f"{name}: cannot be read: it is no plain file")
-    if status.st_size != nbytes:
-        raise BadSnapshotFile(f"{name}: the manifest says {nbytes} bytes, the file has {status.st_size}")
+class PlainFiles:
+    """The definition of `ReadFiles`."""
+
+    def sizes(self, paths: Sequence[str]) -> list[int]:
+        return list(map(self._size, paths))
+
+    def _size(self, path: str) -> int:
+        try:
+            status = os.lstat(path)
+        except OSError as error:
+            return _fault(error)
+        return status.st_size if stat.S_ISREG(status.st_mode) else NO_PLAIN_FILE
+
+    def read(self, reads: Sequence[FileRead]) -> list[int]:
+        return [self._read(*read) for read in reads]
+
+    def _read(self, path: str, start: int, memories: Sequence[Bytes]) -> int:
+        descriptor = _open(path, os.O_RDONLY)  # several times cheaper than an object for the file
+        if descriptor < 0:
+            return descriptor
+        at = start
+        try:
+            for memory in memories:
+                rest = memory.data
+                while rest and (got := os.preadv(descriptor, [rest], at)):
+                    rest, at = rest[got:], at + got
+        except OSError as error:
+            return _fault(error)
+        finally:
+            os.close(descriptor)
+        return at - start
+
+
+def read_whole(files: ReadFiles, reads: Sequence[FileRead], nbytes: int) -> None:
+    """Fill all memories; refuses files that cannot be read or end early. nbytes: of each file, as the manifest says."""
+    for (path, start, memories), got in zip(reads, files.read(reads), strict=True):
+        if got < 0:
+            raise unreadable(path, got)
+        if got < sum(memory.nbytes for memory in memories):
+            left = f"{nbytes - start - got} bytes" + (" or more" if start and not got else "")
+            name = shown(os.path.basename(path))
+            raise BadSnapshotFile(f"{name}: ends {left} before the {nbytes} that the manifest says")
+
+
+def check_sizes(files: ReadFiles, sizes: Mapping[str, int]) -> None:
+    """sizes: bytes that the manifest says, by path."""
+    for (path, nbytes), found in zip(sizes.items(), files.sizes(list(sizes)), strict=True):
+        if found < 0:
+            raise unreadable(path, found)
+        if found != nbytes:
+            name = shown(os.path.basename(path))
+            raise BadSnapshotFile(f"{name}: the manifest says {nbytes} bytes, the file has {found}")
 
 
 def read_pieces(descriptor: int, start: int, nbytes: int) -> Iterable[Bytes]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rekindle.snapshots.files import Bytes, raw
-from rekindle.snapshots.manifest import ALIGNMENT, DTYPES, LOGITS, Manifest, PageRow, PartRow, stretches_of
+from rekindle.snapshots.manifest import ALIGNMENT, DTYPES, LOGITS, Manifest, PageRow, PartRow, tensor_bytes
 from rekindle.snapshots.slabs import SlabSlice
 from rekindle.snapshots.types import TAIL, Page, Part, Snapshot
 from rekindle.spec import PAGE
@@ -36,6 +36,20 @@ class OwnRun:
     rows: tuple[PartRow, ...]
     start: int  # bytes of the object, with the padding behind the last tensor
     stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageRun:
+    """Page objects that are read into memory side by side."""
+
+    names: Sequence[str]
+    heads: np.ndarray  # their token ids, int32 [pages, PAGE]; outside of the slab, so that it holds as many pages as …
+    bodies: SlabSlice  # … if there were none: the rest of each, one behind the other
+
+    @property
+    def body(self) -> int:
+        """Bytes of a page behind its token ids."""
+        return self.bodies.memory.nbytes // len(self.names)
 
 
 def paged_parts(snapshot: Snapshot) -> list[Part]:
@@ -84,19 +98,25 @@ def _own_tensors(snapshot: Snapshot) -> list[tuple[str, int | None, torch.Tensor
     return tensors if snapshot.logits is None else [*tensors, (LOGITS, None, snapshot.logits)]
 
 
-def read_pages(manifest: Manifest, bodies: Sequence[SlabSlice]) -> list[Pages]:
-    """The layers of page objects, as views of what stands behind the token ids; layers that are alike are cut at
-    once."""
-    cuts = list[tuple[int, int, str, tuple[int, ...]]]()
-    start = 0
-    for (dtype, shape), alike in groupby(manifest.page_rows, key=lambda row: (row.dtype, row.shape)):
-        sizes = [row.nbytes for row in alike]
-        cuts.append((start, sum(sizes), dtype, (len(sizes), *shape)))
-        start += sum(sizes)
-    columns = list[Pages]()
-    for piece in bodies:
-        content = torch.from_numpy(piece.memory)
-        columns.append(tuple(page for cut in cuts for page in Page.all_of(_view(content, *cut), piece.slab)))
+def read_pages(manifest: Manifest, run: PageRun) -> list[Pages]:
+    """The layers of page objects, as views of memory that may yet have to be filled. Layers that are alike are cut at
+    once; where all are, those of all objects."""
+    count, content = len(run.names), torch.from_numpy(run.bodies.memory)
+    alike = [
+        (*key, len(list(rows))) for key, rows in groupby(manifest.page_rows, key=lambda row: (row.dtype, row.shape))
+    ]
+    if len(alike) == 1:
+        dtype, shape, layers = alike[0]
+        pages = Page.all_of(_view(content, 0, content.nbytes, dtype, (count * layers, *shape)), run.bodies.slab)
+        return [tuple(pages[at : at + layers]) for at in range(0, len(pages), layers)]
+    columns, at = list[Pages](), 0
+    for _ in run.names:
+        column = list[Page]()
+        for dtype, shape, layers in alike:
+            nbytes = layers * tensor_bytes(dtype, shape)
+            column += Page.all_of(_view(content, at, nbytes, dtype, (layers, *shape)), run.bodies.slab)
+            at += nbytes
+        columns.append(tuple(column))
     return columns
 
 
@@ -112,10 +132,10 @@ def own_runs(manifest: Manifest, most: int) -> list[OwnRun]:
     return [OwnRun(tuple(rows), *edge) for rows, edge in zip(runs, edges, strict=True)]
 
 
-def read_snapshot(
-    manifest: Manifest, tokens: np.ndarray, columns: Sequence[Pages], own: Sequence[tuple[OwnRun, Bytes]]
-) -> Snapshot:
-    """Put the pieces together; every tensor is a view."""
+def read_parts(
+    manifest: Manifest, columns: Sequence[Pages], own: Sequence[tuple[OwnRun, Bytes]]
+) -> tuple[tuple[Part, ...], torch.Tensor | None]:
+    """The parts of a snapshot and its logits; every tensor is a view of memory that may yet have to be filled."""
     logits: torch.Tensor | None = None
     tensors: dict[int, dict[str, torch.Tensor]] = {}  # by layer and name, in the order of the rows
     for run, memory in own:
@@ -126,12 +146,8 @@ def read_snapshot(
                 tensors.setdefault(row.layer, {})[row.name] = view
             elif row.name == LOGITS:
                 logits = view
-    column_of = {row.layer: i for i, row in enumerate(manifest.page_rows)}
-    parts = tuple(
-        Part(layer, named, tuple(column[column_of[layer]] for column in columns) if layer in column_of else ())
-        for layer, named in sorted(tensors.items())
-    )
-    return Snapshot(tokens, parts, logits, manifest.grid, stretches_of(manifest), manifest.whose)
+    pages = dict(zip((row.layer for row in manifest.page_rows), zip(*columns, strict=True), strict=bool(columns)))
+    return tuple(Part(layer, named, pages.get(layer, ())) for layer, named in sorted(tensors.items())), logits
 
 
 def _view(content: torch.Tensor, start: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -12,16 +12,23 @@ from rekindle.snapshots.layout import Pages
 from rekindle.snapshots.types import Page
 
 
-@dataclass(frozen=True, slots=True)
-class _LivePage:
+class LivePage:
     """A page object whose pages are alive in this process."""
 
-    pages: tuple[weakref.ref[Page], ...]
-    tokens: np.ndarray
+    __slots__ = ("_pages", "tokens")
+
+    def __init__(self, column: Pages, tokens: np.ndarray) -> None:
+        """tokens: int32 [PAGE]."""
+        self._pages = tuple(map(weakref.ref, column))
+        self.tokens = tokens
+
+    def first(self) -> Page | None:
+        """None where nothing is alive: a model without paged layers has empty columns."""
+        return self._pages[0]() if self._pages else None
 
     def column(self) -> Pages | None:
-        alive = tuple(page for page in (ref() for ref in self.pages) if page is not None)
-        return alive if len(alive) == len(self.pages) else None
+        alive = tuple([page for page in [ref() for ref in self._pages] if page is not None])
+        return alive if len(alive) == len(self._pages) else None
 
 
 class LivePages:
@@ -30,7 +37,7 @@ class LivePages:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._names: weakref.WeakKeyDictionary[Page, str] = weakref.WeakKeyDictionary()
-        self._live: dict[str, _LivePage] = {}
+        self._live: dict[str, LivePage] = {}
 
     def name_of(self, column: Pages) -> str | None:
         with self._lock:
@@ -41,18 +48,23 @@ class LivePages:
             same = known is not None and all(a is b for a, b in zip(known, column, strict=True))
             return name if same else None
 
-    def find(self, name: str) -> tuple[Pages, np.ndarray] | None:
+    def find(self, names: Iterable[str]) -> dict[str, tuple[Pages, np.ndarray]]:
+        """Those of the page objects that are alive: their pages and their token ids."""
+        found = dict[str, tuple[Pages, np.ndarray]]()
         with self._lock:
-            known = self._live.get(name)
-            column = known.column() if known is not None else None
-            return (column, known.tokens) if known is not None and column else None
+            for name in names:
+                known = self._live.get(name)
+                column = known.column() if known is not None else None
+                if known is not None and column:
+                    found[name] = column, known.tokens
+        return found
 
-    def remember(self, name: str, column: Pages, tokens: np.ndarray) -> None:
-        if not column:
-            return
+    def remember(self, pages: Mapping[str, LivePage]) -> None:
         with self._lock:
-            self._names[column[0]] = name
-            self._live[name] = _LivePage(tuple(map(weakref.ref, column)), tokens)
+            for name, page in pages.items():
+                if (first := page.first()) is not None:
+                    self._names[first] = name
+                    self._live[name] = page
 
     def forget(self, name: str) -> None:
         with self._lock:

@@ -4,36 +4,69 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
+from blake3 import blake3
 
 from rekindle.errors import BadSnapshotFile, SnapshotMismatch
 from rekindle.snapshots import layout
-from rekindle.snapshots.files import Bytes, check_size, read_into
+from rekindle.snapshots.files import ReadFiles, check_sizes, digest, read_whole
 from rekindle.snapshots.folder import StoreFolder
-from rekindle.snapshots.layout import OwnRun
-from rekindle.snapshots.live import LivePages
-from rekindle.snapshots.manifest import PAGE_HEADER, Manifest
+from rekindle.snapshots.layout import OwnRun, PageRun
+from rekindle.snapshots.live import LivePage, LivePages
+from rekindle.snapshots.manifest import PAGE_HEADER, Manifest, stretches_of
 from rekindle.snapshots.record import Expected, join_tokens
-from rekindle.snapshots.slabs import Cuts, Slab, Slabs, SlabSlice
+from rekindle.snapshots.slabs import Cuts, Slabs, SlabSlice
 from rekindle.snapshots.types import Snapshot
 from rekindle.spec import PAGE
 
 MakeRoom = Callable[[int], None]  # evicts from RAM until this many bytes fit
 
 READERS = min(os.cpu_count() or 1, 8)  # threads that read snapshots
+# Bytes of pages that a reader reads before it hashes them: between two reads it waits for the interpreter's lock, and
+# of much more the processor's caches would have lost the first before it is hashed.
+READ_AT_ONCE = 4 << 20
+MANY_THREADS = 16 << 20  # bytes of an object from which hashing it is worth several threads
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Reading:
-    """An object, and memory for it in slabs; token ids of a page have theirs outside."""
+class Reads:
+    """What readers do for one load. Once a part of it has failed, or the load ends, no more is read."""
 
-    name: str
-    memories: tuple[Bytes, ...]
-    slabs: tuple[Slab, ...]
+    def __init__(self, readers: ThreadPoolExecutor) -> None:
+        self._readers = readers
+        self._left = deque[Callable[[], None]]()
+        self._begun = list[Future[None]]()
+
+    def __enter__(self) -> Reads:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._left.clear()
+
+    def begin(self, reads: Sequence[Callable[[], None]]) -> None:
+        """A reader takes one after the other: handed over one by one they would cost it more than the files do."""
+        self._left += reads
+        self._begun += [self._readers.submit(self._read) for _ in range(min(READERS, len(reads)))]
+
+    def _read(self) -> None:
+        while True:
+            try:
+                read = self._left.popleft()
+            except IndexError:
+                return
+            try:
+                read()
+            except BaseException:
+                self._left.clear()
+                raise
+
+    def finish(self) -> None:
+        """Wait for all that was begun; raises what one of them did."""
+        for each in self._begun:
+            each.result()
 
 
 class Loader:
@@ -43,6 +76,7 @@ class Loader:
         expected: Expected,
         live: LivePages,
         slabs: Slabs,
+        files: ReadFiles,
         drop_object: Callable[[str], None],
     ) -> None:
         """drop_object: is called with the name of an altered one."""
@@ -50,6 +84,7 @@ class Loader:
         self._expected = expected
         self._live = live
         self._slabs = slabs
+        self._files = files
         self._drop_object = drop_object
         # Pages outlive the own objects they were loaded with: in one slab they would keep each other's memory.
         self._own_cuts, self._page_cuts = Cuts(slabs), Cuts(slabs)
@@ -57,70 +92,99 @@ class Loader:
 
     def load(self, id: str, make_room: MakeRoom | None) -> Snapshot:
         """The snapshot, read and verified: every object's digest is its name, and the tokens give its id."""
+        with self._slabs.reading():
+            return self._load(id, make_room)
+
+    def _load(self, id: str, make_room: MakeRoom | None) -> Snapshot:
         listed = self._expected.read(self._folder.manifest(id))
         # All lengths before any digest: a chain with a lost page is refused at once.
-        for name, nbytes in listed.objects.items():
-            check_size(f"{self._folder.objects}/{name}", nbytes)
-        found = {name: self._live.find(name) for name in listed.pages}
-        wanted = [name for name, column in found.items() if column is None]
-        own, heads, bodies = self._verified(listed, wanted, make_room)
-        columns = {name: column for name, column in found.items() if column is not None}
-        for name, head, column in zip(wanted, heads, layout.read_pages(listed, bodies), strict=True):
-            columns[name] = (column, head)
+        check_sizes(self._files, {self._path(name): nbytes for name, nbytes in listed.objects.items()})
+        columns = self._live.find(listed.pages)
+        wanted = [name for name in dict.fromkeys(listed.pages) if name not in columns]
+        coming = listed.own_bytes + len(wanted) * (listed.page_bytes - PAGE_HEADER)
+        own = self._own_memory(listed)
+        with Reads(self._readers) as own_reads, Reads(self._readers) as page_reads:
+            own_reads.begin([partial(self._read_own, listed, *each) for each in own])
+            evict = make_room if coming > self._slabs.spare() else None
+            if evict is not None:
+                self._verify_own(listed, own, own_reads)  # alone, so that an altered one evicts nothing
+                evict(coming)
+            runs = self._page_runs(listed, wanted)
+            page_reads.begin([partial(self._verify_pages, *batch) for batch in _batches(runs, coming // READERS)])
+            # While they are read, all that needs no bytes.
+            for run in runs:
+                columns |= zip(run.names, zip(layout.read_pages(listed, run), run.heads, strict=True), strict=True)
+            parts, logits = layout.read_parts(
+                listed, [columns[name][0] for name in listed.pages], [(run, piece.memory) for run, piece in own]
+            )
+            fresh = {name: LivePage(*columns[name]) for name in wanted}
+            if evict is None:
+                self._verify_own(listed, own, own_reads)
+            page_reads.finish()
         tokens = join_tokens([columns[name][1] for name in listed.pages], listed.tail_tokens)
         self._expected.check_tokens(tokens, id, listed.whose)
         try:
-            by_page = [columns[name][0] for name in listed.pages]
-            snapshot = layout.read_snapshot(listed, tokens, by_page, own)
+            snapshot = Snapshot(tokens, parts, logits, listed.grid, stretches_of(listed), listed.whose)
         except SnapshotMismatch as error:
             raise BadSnapshotFile(f"{id}: {error}") from error
-        for name in wanted:
-            self._live.remember(name, columns[name][0], columns[name][1].copy())
+        self._live.remember(fresh)
         return snapshot
 
-    def _verified(
-        self, listed: Manifest, wanted: Sequence[str], make_room: MakeRoom | None
-    ) -> tuple[list[tuple[OwnRun, Bytes]], np.ndarray, list[SlabSlice]]:
-        """Read the own object and the wanted pages and check their digests, several at a time, the longest first:
-        -> own object, token ids int32 [pages, PAGE], the rest of each page object."""
-        body = listed.page_bytes - PAGE_HEADER
-        coming = listed.own_bytes + len(wanted) * body
-        # In runs that fit the slabs in stock: a larger one would have to be made first, which takes as long as to read.
+    def _path(self, name: str) -> str:
+        return f"{self._folder.objects}/{name}"
+
+    # The own object
+
+    def _own_memory(self, listed: Manifest) -> list[tuple[OwnRun, SlabSlice]]:
+        """In runs that fit the slabs in stock: a larger one would have to be made first, which takes as long as to
+        read. Several threads read them."""
         runs = layout.own_runs(listed, self._slabs.size)
-        pieces = [self._own_cuts.cut(run.stop - run.start) for run in runs]
-        own = [(run, piece.memory) for run, piece in zip(runs, pieces, strict=True)]
-        work = deque([_Reading(listed.own, tuple(p.memory for p in pieces), tuple(p.slab for p in pieces))])
-        if make_room is not None and coming > self._slabs.spare():
-            self._verify_all(work)  # alone, so that an altered one evicts nothing
-            make_room(coming)
-        # Token ids lie elsewhere: as many pages fit a slab as if there were none.
-        heads = np.empty((len(wanted), PAGE), dtype=np.int32)
-        bodies = [self._page_cuts.cut(body) for _ in wanted]
-        for name, head, piece in zip(wanted, heads.view(np.uint8), bodies, strict=True):
-            work.append(_Reading(name, (head, piece.memory), (piece.slab,)))
-        for reader in [self._readers.submit(self._verify_all, work) for _ in range(min(READERS, len(work)))]:
-            reader.result()
-        return own, heads, bodies
+        return [(run, self._own_cuts.cut(run.stop - run.start)) for run in runs]
 
-    def _verify_all(self, work: deque[_Reading]) -> None:
-        """Until nothing is left to be read, or one of the threads finds an object altered."""
-        while True:
-            try:
-                reading = work.popleft()
-            except IndexError:
-                return
-            try:
-                self._verify(reading)
-            except BaseException:
-                work.clear()
-                raise
+    def _read_own(self, listed: Manifest, run: OwnRun, piece: SlabSlice) -> None:
+        piece.slab.make()
+        read_whole(self._files, [(self._path(listed.own), run.start, [piece.memory])], listed.own_bytes)
 
-    def _verify(self, reading: _Reading) -> None:
-        for slab in reading.slabs:
-            slab.make()
-        if read_into(reading.memories, f"{self._folder.objects}/{reading.name}") != reading.name:
-            self._drop_object(reading.name)
-            raise BadSnapshotFile(f"object {reading.name} has been altered: its digest is not its name")
+    def _verify_own(self, listed: Manifest, own: Sequence[tuple[OwnRun, SlabSlice]], reads: Reads) -> None:
+        reads.finish()
+        many = listed.own_bytes >= MANY_THREADS
+        self._check(listed.own, digest((piece.memory for _, piece in own), blake3.AUTO if many else 1))
+
+    # Pages
+
+    def _page_runs(self, listed: Manifest, names: Sequence[str]) -> list[PageRun]:
+        runs, body = list[PageRun](), listed.page_bytes - PAGE_HEADER
+        while names:
+            count = min(len(names), self._page_cuts.fitting(max(1, body)))
+            heads = np.empty((count, PAGE), dtype=np.int32)  # of each run: they live no longer than its slab
+            runs.append(PageRun(names[:count], heads, self._page_cuts.cut(count * body)))
+            names = names[count:]
+        return runs
+
+    def _verify_pages(self, run: PageRun, pages: range) -> None:
+        run.bodies.slab.make()
+        heads, body = run.heads.view(np.uint8), run.body
+        memories = [(heads[page], run.bodies.memory[page * body : (page + 1) * body]) for page in pages]
+        names = [run.names[page] for page in pages]
+        reads = [(self._path(name), 0, both) for name, both in zip(names, memories, strict=True)]
+        read_whole(self._files, reads, PAGE_HEADER + body)
+        for name, both in zip(names, memories, strict=True):
+            self._check(name, digest(both))
+
+    def _check(self, name: str, found: str) -> None:
+        if found != name:
+            self._drop_object(name)
+            raise BadSnapshotFile(f"object {name} has been altered: its digest is not its name")
 
     def close(self) -> None:
         self._readers.shutdown()
+
+
+def _batches(runs: Sequence[PageRun], share: int) -> Iterator[tuple[PageRun, range]]:
+    """The pages that a reader reads at once. share: of one reader in all bytes of the load; more would keep others
+    idle."""
+    for run in runs:
+        count, most = len(run.names), max(1, min(READ_AT_ONCE, share) // max(1, run.body))
+        parts = -(-count // most)
+        for part in range(parts):
+            yield run, range(count * part // parts, count * (part + 1) // parts)

@@ -12,7 +12,7 @@ import numpy as np
 from rekindle.errors import BadSnapshotFile
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots import manifest
-from rekindle.snapshots.files import read_into, shown
+from rekindle.snapshots.files import PlainFiles, read_whole, shown
 from rekindle.snapshots.manifest import NAME, PAGE_HEADER, Manifest, key_of
 
 
@@ -109,7 +109,7 @@ class Expected:
 def read_head(path: Path) -> np.ndarray:
     """The token ids at the front of a page object. Not verified: the digest over all tokens of a snapshot is."""
     head = np.empty(PAGE_HEADER, dtype=np.uint8)
-    read_into([head], str(path))
+    read_whole(PlainFiles(), [(str(path), 0, [head])], PAGE_HEADER)
     return head.view(np.int32)
 
 

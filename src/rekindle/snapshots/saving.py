@@ -15,7 +15,7 @@ from rekindle.snapshots.files import digest, sync_folder, write_whole
 from rekindle.snapshots.folder import StoreFolder
 from rekindle.snapshots.inventory import Inventory
 from rekindle.snapshots.layout import Pages
-from rekindle.snapshots.live import LivePages
+from rekindle.snapshots.live import LivePage, LivePages
 from rekindle.snapshots.manifest import FORMAT, VERSION, Manifest, PageRow, StretchRow, key_of
 from rekindle.snapshots.record import Record
 from rekindle.snapshots.types import Snapshot
@@ -80,9 +80,14 @@ class Saver:
                 return layout.page_pieces(_page_tokens(snapshot, i), columns[i], rows)
 
             record = self._write(listed, pieces, rest)
-            for i, (name, column) in enumerate(zip(names, columns, strict=True)):
-                if self._live.find(name) is None:
-                    self._live.remember(name, column, _page_tokens(snapshot, i).copy())
+            known = self._live.find(names)
+            self._live.remember(
+                {
+                    name: LivePage(column, _page_tokens(snapshot, i).copy())
+                    for i, (name, column) in enumerate(zip(names, columns, strict=True))
+                    if name not in known
+                }
+            )
             return record
 
     def _page_name(self, snapshot: Snapshot, i: int, column: Pages, rows: Sequence[PageRow], rest: Rest) -> str:

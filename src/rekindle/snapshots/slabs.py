@@ -5,9 +5,10 @@ to pin it for a GPU takes longer still, under a lock that launches wait for. So 
 next request, and beside a GPU threads keep some in stock, enough for captures and restores that come all at once; what
 is taken from it is made anew when nobody has asked for some time and no step runs, unless little is left. Then a part
 of what the RAM tier has yet to fill is made ahead, too. While steps run memory is cleared ahead, which keeps no launch
-waiting and takes most of the time, so that only pinning is left to do. Idle memory is bounded: the stock, and what the
-RAM tier leaves of its budget. One of the threads gives back the rest, since the last reference to a slab may be dropped
-anywhere, also where the driver must not be called.
+waiting and takes most of the time, so that only pinning is left to do; not while snapshots are loaded or many slabs are
+taken, which it would slow down. Idle memory is bounded: the stock, and what the RAM tier leaves of its budget. One of
+the threads gives back the rest, since the last reference to a slab may be dropped anywhere, also where the driver must
+not be called.
 
 A slab is lent as a whole or cut; it comes back by itself when nothing of it is referred to. Code that lets a device
 read or write it keeps a reference until the device has.
@@ -21,7 +22,7 @@ import mmap
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -34,6 +35,9 @@ from rekindle.snapshots.files import Bytes
 EDGE = 256  # bytes on which everything begins that is cut from a slab
 LARGE_PAGE = 2 << 20  # bytes: on such an edge a mapping begins, so that the system can back all of it with large pages
 QUIET = 0.25  # seconds without a request for memory, after which the stock is filled if no step runs
+# Seconds without a request for memory, or a load, after which memory is cleared ahead: the requests of a burst follow
+# each other within milliseconds, and the threads that fill what they took need the memory's bandwidth.
+CALM = 0.05
 SPARE_PART = 4  # of what the RAM tier leaves, this part is made ahead
 LOW_PART = 4  # with less than this part of the stock it is filled at once
 PAUSE = 1.0  # seconds between a refusal of memory for the stock and the next try
@@ -103,9 +107,10 @@ class Slabs:
         pin: Pin | None = None,
         pause: float = PAUSE,
         quiet: float = QUIET,
+        calm: float = CALM,
     ) -> None:
-        """stock: slabs that are kept ready; pause: seconds before memory that was refused is asked for again; quiet:
-        seconds without a request before the stock is filled."""
+        """stock: slabs that are kept ready; pause: seconds before memory that was refused is asked for again; quiet and
+        calm: seconds without a request before the stock is filled, and before memory is cleared for it."""
         self.size = size
         self.refused = 0  # times that the system gave no memory for the stock, or the driver did not pin a slab
         self.late = 0  # slabs that were asked for when none was ready
@@ -114,8 +119,9 @@ class Slabs:
         self._stock = stock
         self._driver = pin
         self._pin = None if pin is None else self._ask_driver
-        self._pause, self._quiet = pause, quiet
-        self._taken_at = -quiet  # when a slab was asked for last, by a monotonic clock
+        self._pause, self._quiet, self._calm = pause, quiet, calm
+        self._taken_at = -max(quiet, calm)  # when a slab was asked for, or a load ended, last; by a monotonic clock
+        self._readings = 0  # loads under way
         self._pinning = threading.Lock()  # one at a time: launches wait for the driver's own lock
         self._idle: dict[int, SimpleQueue[Slab]] = {}  # by size in bytes
         self._cleared: SimpleQueue[Slab] = SimpleQueue()  # of the usual size, to be pinned yet
@@ -142,6 +148,19 @@ class Slabs:
         weakref.finalize(memory, self._came_back, slab).atexit = False
         self.review()
         return SlabSlice(memory, slab)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """While slabs are filled from files: the stock waits, unless it is low."""
+        with self._counting:
+            self._readings += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._readings -= 1
+            self._taken_at = time.monotonic()
+            self.review()
 
     def _find(self, nbytes: int) -> Slab | None:
         try:
@@ -202,7 +221,10 @@ class Slabs:
             while not self._stopped and (missing := self._wanted() - self._ready()) > 0:
                 if LOW_PART * self._ready() < self._stock:
                     self._restock(missing)
-                elif (wait := self._taken_at + self._quiet - time.monotonic()) > 0 or self.busy():
+                elif (wait := self._until_quiet_for(self._calm)) > 0:
+                    self._trim()
+                    self._rest(wait)
+                elif (wait := self._until_quiet_for(self._quiet)) > 0 or self.busy():
                     self._trim()
                     if self._cleared.qsize() < missing and self.idle_bytes + self.size <= self._most_idle:
                         self._restock(1, self._clear)
@@ -211,6 +233,10 @@ class Slabs:
                 else:
                     self._restock(1)  # a request may come any moment
             self._trim()
+
+    def _until_quiet_for(self, seconds: float) -> float:
+        """Seconds until nobody has asked for memory for so long, at the earliest."""
+        return seconds if self._readings else self._taken_at + seconds - time.monotonic()
 
     def _rest(self, seconds: float) -> None:
         """Until then, or until there is news."""

@@ -22,7 +22,7 @@ from rekindle.errors import BadConfig, BadSnapshotFile
 from rekindle.snapshots import manifest
 from rekindle.snapshots.about import read_about
 from rekindle.snapshots.disk import DiskStore
-from rekindle.snapshots.files import check_size, digest, entries_in, open_plain, read_pieces, shown
+from rekindle.snapshots.files import PlainFiles, check_sizes, digest, entries_in, open_plain, read_pieces, shown
 from rekindle.snapshots.folder import FOLDER_DIGITS
 from rekindle.snapshots.manifest import FINGERPRINT, MOST_BYTES, NAME, PAGE_HEADER, Manifest, key_of
 from rekindle.snapshots.record import join_tokens, read_head
@@ -228,7 +228,7 @@ def _verify(path: Path, folder: Path, checked: dict[Path, str | None]) -> None:
     listed = _read(path)
     for name, nbytes in listed.objects.items():
         file = folder / "objects" / name
-        check_size(str(file), nbytes)
+        check_sizes(PlainFiles(), {str(file): nbytes})
         if file not in checked:
             checked[file] = _fault(file, nbytes)
         fault = checked[file]

@@ -49,6 +49,8 @@ _FUNCTIONS = {
     "expert_threads_start": "pnii:p",
     "expert_threads_count": "p:n",
     "expert_threads_stop": "p",
+    "read_files": "ppppip",
+    "file_sizes": "pip",
 }
 
 

@@ -1,0 +1,212 @@
+"""How snapshots are read from disk: in batches, by several readers, and no further than the first fault."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.paper_snapshots import FINGERPRINT, PaperModel, same
+
+from rekindle.errors import BadSnapshotFile
+from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.files import FileRead, PlainFiles
+from rekindle.snapshots.loading import READERS, Reads
+from rekindle.snapshots.manifest import PAGE_HEADER
+from rekindle.snapshots.record import Record
+from rekindle.snapshots.slabs import Slabs
+from rekindle.snapshots.types import TAIL, Page, Part, Snapshot, Stretch
+from rekindle.spec import PAGE
+
+BUDGET = 1 << 30
+PAGES = 12 * READERS
+
+
+class PaperFiles(PlainFiles):
+    """Notes what it is asked for; before a read it does what it was told."""
+
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self.asked = list[list[FileRead]]()
+        self._before = before
+
+    def read(self, reads: Sequence[FileRead]) -> list[int]:
+        self.asked.append(list(reads))
+        self._before()
+        return super().read(reads)
+
+
+def saved(folder: Path, snapshot: Snapshot) -> Record:
+    store = DiskStore(folder, FINGERPRINT, BUDGET)
+    record = store.save(snapshot)
+    store.close()
+    return record
+
+
+def of_pages(count: int) -> Snapshot:
+    return PaperModel(state=32).snapshot(list(range(count * PAGE + 5)))
+
+
+def path_of(folder: Path, name: str) -> Path:
+    (path,) = folder.rglob(f"objects/{name}")
+    return path
+
+
+def test_pages_are_read_several_at_a_time_and_every_reader_has_some(tmp_path: Path) -> None:
+    record, files = saved(tmp_path, of_pages(PAGES)), PaperFiles()
+    store = DiskStore(tmp_path, FINGERPRINT, BUDGET, files=files)
+    assert same(store.load(record.id), of_pages(PAGES))
+    store.close()
+    of_own = [reads for reads in files.asked if reads[0][0].endswith(record.own)]
+    of_page_objects = [reads for reads in files.asked if not reads[0][0].endswith(record.own)]
+    assert len(of_own) == 1
+    assert sorted(os.path.basename(path) for reads in of_page_objects for path, _, _ in reads) == sorted(record.pages)
+    assert len(of_page_objects) >= READERS
+    assert max(map(len, of_page_objects)) > 1
+
+
+def test_the_own_object_is_read_in_runs_that_cover_it_once(tmp_path: Path) -> None:
+    record, files = saved(tmp_path, of_pages(2)), PaperFiles()
+    store = DiskStore(tmp_path, FINGERPRINT, BUDGET, slabs=Slabs(size=1 << 13), files=files)
+    assert same(store.load(record.id), of_pages(2))
+    store.close()
+    runs = sorted(
+        (start, sum(memory.nbytes for memory in memories))
+        for reads in files.asked
+        for path, start, memories in reads
+        if path.endswith(record.own)
+    )
+    assert len(runs) > 1
+    assert [start for start, _ in runs] == [0, *np.cumsum([nbytes for _, nbytes in runs])[:-1]]
+    assert sum(nbytes for _, nbytes in runs) == record.own_bytes
+
+
+def test_behind_a_fault_no_more_is_read() -> None:
+    def fails() -> None:
+        raise BadSnapshotFile("altered")
+
+    done = list[str]()
+    with ThreadPoolExecutor(1) as reader, Reads(reader) as reads:
+        reads.begin([lambda: done.append("first"), fails, lambda: done.append("second")])
+        reader.shutdown()
+        with pytest.raises(BadSnapshotFile, match="altered"):
+            reads.finish()
+    assert done == ["first"]
+
+
+def test_what_a_load_that_ended_has_left_is_not_read() -> None:
+    done, begun, ended = list[str](), threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        ended.wait()
+        done.append("first")
+
+    with ThreadPoolExecutor(1) as reader:
+        with Reads(reader) as reads:
+            reads.begin([first, lambda: done.append("second")])
+            begun.wait()
+        ended.set()
+    assert done == ["first"]
+
+
+@pytest.mark.parametrize("which", ["page", "own"])
+@pytest.mark.parametrize("slab", [1 << 13, 1 << 24])
+def test_a_file_that_is_cut_while_it_is_loaded_is_refused_by_its_length(tmp_path: Path, which: str, slab: int) -> None:
+    record = saved(tmp_path, of_pages(3))
+    name, nbytes = (record.pages[1], record.page_bytes) if which == "page" else (record.own, record.own_bytes)
+    path = path_of(tmp_path, name)
+    store = DiskStore(
+        tmp_path, FINGERPRINT, BUDGET, slabs=Slabs(size=slab), files=PaperFiles(lambda: os.truncate(path, 300))
+    )
+    with pytest.raises(BadSnapshotFile) as refused:
+        store.load(record.id)
+    store.close()
+    told = re.fullmatch(
+        rf"{name}: ends (\d+) bytes( or more)? before the {nbytes} that the manifest says", str(refused.value)
+    )
+    assert told is not None
+    left = nbytes - 300
+    assert int(told[1]) == left or (told[2] and int(told[1]) < left), "of a run behind the cut, not more is known"
+
+
+def test_an_object_that_is_altered_while_it_is_loaded_is_dropped_and_refused(tmp_path: Path) -> None:
+    record = saved(tmp_path, of_pages(3))
+    for name in (record.own, record.pages[2]):
+        path = path_of(tmp_path, name)
+        content = path.read_bytes()
+        altered = bytes([content[0] ^ 1]) + content[1:]
+        store = DiskStore(
+            tmp_path, FINGERPRINT, BUDGET, files=PaperFiles(lambda at=path, data=altered: at.write_bytes(data))
+        )
+        with pytest.raises(BadSnapshotFile, match=f"object {name} has been altered"):
+            store.load(record.id)
+        assert not path.exists()
+        path.write_bytes(content)
+        store.close()
+
+
+def test_the_stock_knows_that_a_load_is_under_way(tmp_path: Path) -> None:
+    record, slabs, seen = saved(tmp_path, of_pages(3)), Slabs(), list[int]()
+    good = DiskStore(tmp_path, FINGERPRINT, BUDGET, slabs=slabs, files=PaperFiles(lambda: seen.append(slabs._readings)))
+    assert same(good.load(record.id), of_pages(3))
+    assert seen and set(seen) == {1}
+    path_of(tmp_path, record.own).unlink()
+    with pytest.raises(BadSnapshotFile):
+        good.load(record.id)
+    assert slabs._readings == 0
+    good.close()
+
+
+def test_loads_at_once_share_the_readers_and_none_waits_for_another(tmp_path: Path) -> None:
+    """The reads of both loads are under way together: each waits until the other has begun."""
+    snapshots = [PaperModel().snapshot(list(range(start, start + 20))) for start in (0, 100)]
+    records = [saved(tmp_path, snapshot) for snapshot in snapshots]
+    if READERS == 1:
+        pytest.skip("one reader reads one load after the other")
+    together = threading.Barrier(2, timeout=30)
+
+    def meet() -> None:
+        together.wait()
+
+    store = DiskStore(tmp_path, FINGERPRINT, BUDGET, files=PaperFiles(meet))
+    loaded = dict[str, Snapshot]()
+    threads = [threading.Thread(target=lambda id=r.id: loaded.update({id: store.load(id)})) for r in records]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.close()
+    assert all(same(loaded[record.id], snapshot) for record, snapshot in zip(records, snapshots, strict=True))
+
+
+def test_layers_whose_pages_differ_are_loaded_as_they_were(tmp_path: Path) -> None:
+    shapes = {
+        0: ((1, 4), torch.float32),
+        1: ((2, 8), torch.bfloat16),
+        2: ((2, 8), torch.bfloat16),
+        5: ((1, 3), torch.uint8),
+    }
+    draw = torch.Generator().manual_seed(0)
+
+    def rows(layer: int, count: int) -> torch.Tensor:
+        shape, dtype = shapes[layer]
+        return torch.randint(0, 200, (2, count, *shape), generator=draw).to(dtype)
+
+    count = 7
+    tokens = np.arange(count * PAGE + 3, dtype=np.int32)
+    parts = tuple(
+        Part(layer, {TAIL: rows(layer, 3)}, tuple(Page(rows(layer, PAGE)) for _ in range(count))) for layer in shapes
+    )
+    snapshot = Snapshot(tokens, parts, None, 512, (Stretch(len(tokens), "prefill"),))
+    record = saved(tmp_path, snapshot)
+    store = DiskStore(
+        tmp_path, FINGERPRINT, BUDGET, slabs=Slabs(size=3 * -(-(record.page_bytes - PAGE_HEADER) // 256) * 256)
+    )
+    assert same(store.load(record.id), snapshot)
+    store.close()
