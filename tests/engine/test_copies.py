@@ -196,7 +196,7 @@ def test_the_device_has_two_steps_while_the_rest_of_a_capture_is_done(
     monkeypatch.setattr(pipeline, "forward", lambda *step: (happened.append("step"), forward(*step))[1])
     assert len(Answer(engine, Prompt(random_tokens(60, 1)), max_tokens=8).tokens) == 8
     engine.stop()
-    assert happened[:4] == ["step", "step", "step", "finish beside 2"]
+    assert happened[:5] == ["step"] * 4 + ["finish beside 2"], "and the token behind the prompt's is out by then"
 
 
 def test_a_prompt_waits_for_no_copies_of_unrelated_prompts(lab: Lab) -> None:
@@ -336,10 +336,10 @@ class TellingStage:
 def test_the_first_token_goes_out_before_the_greater_part_of_a_capture(lab: Lab) -> None:
     happened = list[str]()
     engine = engine_over(TellingStage(lab.stage(), happened))
-    answer = Answer(engine, Prompt(random_tokens(50, 3)), max_tokens=2, at_token=lambda _: happened.append("token"))
-    assert answer.finished.cache.published == 51
+    answer = Answer(engine, Prompt(random_tokens(50, 3)), max_tokens=3, at_token=lambda _: happened.append("token"))
+    assert answer.finished.cache.published == 52
     engine.stop()
-    assert happened[:3] == ["begun", "token", "finished"]
+    assert happened[:4] == ["begun", "token", "token", "finished"], "and so does the next one, which follows soon"
 
 
 def test_a_capture_holds_what_the_slot_held_when_it_began(lab: Lab) -> None:
@@ -360,11 +360,11 @@ def test_a_client_that_asks_again_at_once_does_not_wait_for_the_capture_of_its_l
     happened = list[str]()
     monkeypatch.setattr("rekindle.engine.engine.LINGER", 3600.0)
     engine = engine_over(TellingStage(lab.stage(), happened))
-    ask = partial(Answer, engine, max_tokens=2, at_token=lambda _: happened.append("token"))
-    assert ask(Prompt(random_tokens(50, 5))).finished.cache.published == 51
+    ask = partial(Answer, engine, max_tokens=3, at_token=lambda _: happened.append("token"))
+    assert ask(Prompt(random_tokens(50, 5))).finished.cache.published == 52
     before, happened[:] = happened[:], []
     assert before.count("begun") == 2 and before.count("finished") == 1, "the prompt's end, and the answer's"
-    assert ask(Prompt(random_tokens(50, 6))).finished.cache.published == 51
+    assert ask(Prompt(random_tokens(50, 6))).finished.cache.published == 52
     assert happened.index("token") < happened.index("finished")
     engine.stop()
     assert len(engine.prefixes.entries()) == 4

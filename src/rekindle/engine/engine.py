@@ -238,6 +238,7 @@ class Engine:
         return self._inbox.receive(idle=self._is_idle())
 
     def _step(self) -> None:
+        begun = self._publisher.unfinished
         self._endings.cancel_marked()
         if not self._flights:  # others come in while the device has work
             self._admission.admit(AT_FIRST)
@@ -246,10 +247,17 @@ class Engine:
         self._launch()
         self._collector.let_go()
         self._collector.collect()
-        if self._publisher.unfinished and self._roster.running:  # else a request may come any moment
+        # Captures of the step that was collected wait for the next: its tokens are followed by others first. Where
+        # nothing runs a request may come any moment.
+        if (begun or (self._publisher.unfinished and self._runs_chunk)) and self._roster.running:
             self._launch()  # it takes longer than a step
             self._publisher.finish()
         self._publisher.publish_ready()
+
+    @property
+    def _runs_chunk(self) -> bool:
+        """Whether the device is busy for some time."""
+        return any(flight.batch.rows > len(flight.batch.segments) for flight in self._flights)
 
     def _launch(self) -> None:
         while self._launcher.launch_next():

@@ -9,6 +9,8 @@ import numpy as np
 
 from rekindle.engine.state import Loading, Restoring, State, Waiting
 from rekindle.prefix import Lookup, PrefixCache
+from rekindle.snapshots.loading import RANK
+from rekindle.snapshots.rank import stand_back
 
 LOADERS = min(os.cpu_count() or 1, 8)  # threads, one for each snapshot that is read
 
@@ -18,7 +20,7 @@ class LoaderThreads:
 
     def __init__(self, prefixes: PrefixCache) -> None:
         self._prefixes = prefixes
-        self._threads = ThreadPoolExecutor(LOADERS, "rekindle-loader")
+        self._threads = ThreadPoolExecutor(LOADERS, "rekindle-loader", stand_back, (RANK,))
         # By name space and by the tokens of the snapshot that is read.
         self._reading: dict[tuple[str, bytes], Future[Lookup]] = {}
 

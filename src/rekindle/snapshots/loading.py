@@ -18,6 +18,7 @@ from rekindle.snapshots.folder import StoreFolder
 from rekindle.snapshots.layout import OwnRun, PageRun
 from rekindle.snapshots.live import LivePage, LivePages
 from rekindle.snapshots.manifest import PAGE_HEADER, Manifest, stretches_of
+from rekindle.snapshots.rank import stand_back
 from rekindle.snapshots.record import Expected, join_tokens
 from rekindle.snapshots.slabs import Cuts, Slabs, SlabSlice
 from rekindle.snapshots.types import Snapshot
@@ -25,7 +26,8 @@ from rekindle.spec import PAGE
 
 MakeRoom = Callable[[int], None]  # evicts from RAM until this many bytes fit
 
-READERS = min(os.cpu_count() or 1, 8)  # threads that read snapshots
+READERS = min(os.cpu_count() or 1, 16)  # threads that read snapshots …
+RANK = 5  # … and their niceness: together they would keep the token loop from every core
 # Bytes of pages that a reader reads before it hashes them: between two reads it waits for the interpreter's lock, and
 # of much more the processor's caches would have lost the first before it is hashed.
 READ_AT_ONCE = 4 << 20
@@ -88,7 +90,7 @@ class Loader:
         self._drop_object = drop_object
         # Pages outlive the own objects they were loaded with: in one slab they would keep each other's memory.
         self._own_cuts, self._page_cuts = Cuts(slabs), Cuts(slabs)
-        self._readers = ThreadPoolExecutor(READERS, "rekindle-disk-reader")
+        self._readers = ThreadPoolExecutor(READERS, "rekindle-disk-reader", stand_back, (RANK,))
 
     def load(self, id: str, make_room: MakeRoom | None) -> Snapshot:
         """The snapshot, read and verified: every object's digest is its name, and the tokens give its id."""

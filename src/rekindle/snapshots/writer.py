@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -14,6 +12,7 @@ from dataclasses import dataclass
 from rekindle.errors import DoesNotFit
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.rank import stand_back
 from rekindle.snapshots.record import Record
 from rekindle.snapshots.types import Snapshot
 
@@ -113,7 +112,7 @@ class DiskWriter:
         self._thread.join()
 
     def _run(self) -> None:
-        _stand_back()
+        stand_back(RANK)
         while (save := self._next()) is not None:
             try:
                 save.done(self._attempt(save))
@@ -177,12 +176,3 @@ class DiskWriter:
             logger.warning("disk tier %s: cannot save: %s; serving goes on from RAM", self.store.folder, error)
         self._pause = min(max(self._pause * 2, FIRST_PAUSE), LONGEST_PAUSE)
         self._retry_at = self._clock() + self._pause
-
-
-def _stand_back() -> None:
-    """Leave the processors to the others: a decode step waits for the slowest of its threads, so one that shares its
-    core with hashing and writing slows all of them down. Only Linux gives threads a rank of their own.
-    """
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, max(RANK, os.getpriority(os.PRIO_PROCESS, thread)))
