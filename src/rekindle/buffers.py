@@ -18,13 +18,19 @@ STAGED_EXPERTS = 16  # in each of them, at most
 RECORDED_ROWS = 4096  # of the longest chunk that can be recorded: its graph has work memory of its own
 DRAWN_ROWS = 64  # of a recorded draw, at most: all blocks of a batch together
 
-IN_FLIGHT = 2  # captures that lie apart on a device until they are copied to the host
+IN_FLIGHT = 2  # captures that lie apart on a device until they are copied to the host …
+MANY_IN_FLIGHT = 8  # … and where chunks are as long as can be: so many prompts may share one, and end in it
 CAPTURED_PAGES = 64  # pages gathered on a device at a time, on their way to the host or back
 
 SLAB_BYTES = 16 << 20  # of host memory that is used again, pinned beside a GPU
 SLAB_MAKERS = 4  # threads that make them, beside a GPU
 STOCK = 8  # slabs of a GPU that wait for captures, where no plan says how many: beside a GPU in another machine
 UPLOAD_SLABS = 4  # through which memory that is not pinned goes up
+
+
+def captures_in_flight(chunk: int) -> int:
+    """That may lie apart on a device, where chunks have up to so many rows."""
+    return MANY_IN_FLIGHT if chunk >= RECORDED_ROWS else IN_FLIGHT
 
 
 def staged_experts(experts: int) -> int:

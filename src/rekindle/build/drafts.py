@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rekindle.buffers import IN_FLIGHT
+from rekindle.buffers import captures_in_flight
 from rekindle.build.machine import device_of, shard_of, torch_device
 from rekindle.build.model import Model
 from rekindle.build.sizes import matrix_bytes
@@ -120,7 +120,7 @@ def drafter_bytes(
     features = (FEATURE_COPIES * chunk + slots * WAITING) * spec.features * dtype.itemsize
     tensors = [*file.tensors.values(), *_not_shared(model.file, devices)]
     if not on_cpu:  # captures on their way, each copied twice; and a slot for padding in a recorded pass
-        slots += 2 * IN_FLIGHT + (not isinstance(file, MtpFile))
+        slots += 2 * captures_in_flight(chunk) + (not isinstance(file, MtpFile))
     return DrafterBytes(matrix_bytes(tensors, on_cpu, dtype) + slots * each + features, each, layers_read(spec))
 
 

@@ -28,7 +28,7 @@ LONG = POOL_TARGET * PAGE  # tokens
 # Rows of a prefill chunk on GPUs: others wait for one chunk at most, and a snapshot can be taken at its end.
 CHUNK = 2048
 LONG_CHUNK = 4096  # on one GPU, of whose memory it needs no more than …
-LONG_CHUNK_PART = 64  # … this part more
+LONG_CHUNK_PART = 48  # … this part more
 
 
 def resolve(config: Config, model: Model, names: list[str]) -> Config:
@@ -139,8 +139,8 @@ def plan_numbers(
 
 
 def _with_long_chunks(plan: Plan, sizes: Sizes) -> Plan:
-    """The same plan with chunks of LONG_CHUNK rows, which read the weights half as often, where a GPU has their work
-    memory to spare."""
+    """The same plan with chunks of LONG_CHUNK rows, which read the weights half as often, where a GPU has memory to
+    spare for their work and for the captures of all that may share one."""
     stage = plan.stage(0)
     if stage.device.is_cpu or stage.device.host:
         return plan

@@ -240,7 +240,7 @@ class Engine:
     def _step(self) -> None:
         begun = self._publisher.unfinished
         self._endings.cancel_marked()
-        if not self._flights:  # others come in while the device has work
+        if not self._runs_chunk:  # others come in while the device has more to do
             self._admission.admit(AT_FIRST)
             self._launch()
         self._admission.admit()

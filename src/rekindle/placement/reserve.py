@@ -11,7 +11,6 @@ from itertools import accumulate
 from rekindle.buffers import (
     CAPTURED_PAGES,
     DRAWN_ROWS,
-    IN_FLIGHT,
     RECORDED_ROWS,
     SCRATCH,
     SINK_PAGES,
@@ -21,6 +20,7 @@ from rekindle.buffers import (
     STAGED_PARTS,
     TAIL_PAGES,
     UPLOAD_SLABS,
+    captures_in_flight,
     staged_experts,
 )
 from rekindle.errors import BadConfig
@@ -165,7 +165,7 @@ def _state_items(wishes: Wishes, device: Device, mixers: SpanMixers) -> list[Ite
         Item("padding slot and page", slot + page),  # padded rows of a replayed graph write here
         # Padding is a block, too.
         Item("rewind rows", (slots + 1) * mixers.rewind_bytes(rows, F32 if device.is_cpu else wishes.compute_bytes)),
-        Item(CAPTURES, IN_FLIGHT * (slot + page) + apart),
+        Item(CAPTURES, captures_in_flight(wishes.chunk) * (slot + page) + apart),
     ]
 
 

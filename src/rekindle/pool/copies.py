@@ -97,7 +97,8 @@ class HostCopies:
         self._joined: Ready | None = None  # those that the current stream waits for already
         self._in_use: list[object] = []  # memory that launches on the current stream may read …
         self._held: deque[tuple[Ready, object]] = deque()  # … and memory that a GPU reads or writes, and until when
-        self._in_flight: deque[LiveCopy] = deque()  # captures whose state is still copied on the device
+        self._in_flight: deque[LiveCopy] = deque()  # captures whose state is still copied on the device …
+        self.most_in_flight = IN_FLIGHT  # … at most
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             self._use(Slabs(stock, pin=partial(pin, device)))
@@ -191,13 +192,13 @@ class HostCopies:
 
     @property
     def has_room(self) -> bool:
-        """Whether fewer than IN_FLIGHT captures lie copied on the device: else the next one waits. From any thread."""
-        return sum(not copied.done for copied in tuple(self._in_flight)) < IN_FLIGHT
+        """Whether fewer captures lie copied on the device than may: else the next one waits. From any thread."""
+        return sum(not copied.done for copied in tuple(self._in_flight)) < self.most_in_flight
 
     def _await_device_room(self) -> None:
         while self._in_flight and self._in_flight[0].done:
             self._in_flight.popleft()
-        if len(self._in_flight) == IN_FLIGHT:
+        if len(self._in_flight) >= self.most_in_flight:
             for copied in self._in_flight:
                 copied.make_way()
             self._in_flight.popleft().wait()

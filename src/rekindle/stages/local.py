@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from rekindle.batch import Batch
-from rekindle.buffers import STOCK
+from rekindle.buffers import STOCK, captures_in_flight
 from rekindle.kernels import native
 from rekindle.kernels.device_memory import DeviceMemory
 from rekindle.kernels.first_launches import counting_first_launches
@@ -362,6 +362,7 @@ class LocalStage:
         be idle."""
         if self._recording is None:
             return 0
+        self.pool.copies.most_in_flight = captures_in_flight(chunk)
         with self._on_device():
             return self._recording.record_all(chunk, self._rewind_rows, self._state.logs_rows)
 
