@@ -241,13 +241,9 @@ class RecordedSteps:
             step.hidden_in[: batch.rows].copy_(hidden, non_blocking=True)
         return Replay(step, batch.rows, bool(taps), overwritten=shape.is_chunk and self._model.is_last)
 
-    def make_ready(self, shape: GraphShape, again: bool = False) -> None:
-        """Record the step now if it is not yet. again: replay it over padding, once more before that is done: the first
-        time that a graph is launched while it runs, as steps of an answer are, the driver keeps the caller waiting for
-        some 15 ms."""
-        step = self._step(shape, self._taps)
-        for replay in (*step.replays, *step.replays) if again else ():
-            replay()
+    def make_ready(self, shape: GraphShape) -> None:
+        """Record the step now if it is not yet."""
+        self._step(shape, self._taps)
 
     def _step(self, shape: GraphShape, taps: Taps) -> _Step:
         """Blocks of several sequences come in many shapes, so those that were not used for long are given up."""

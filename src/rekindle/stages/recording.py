@@ -67,7 +67,7 @@ class Recording:
         shapes = [shape for shape in known if self._model.can_record(shape.rows)]
         for count, shape in enumerate(shapes):
             try:
-                self.steps.make_ready(shape, again=not shape.is_chunk)
+                self.steps.make_ready(shape)
             except torch.cuda.OutOfMemoryError as error:
                 if not shape.is_chunk:
                     raise

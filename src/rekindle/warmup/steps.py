@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rekindle.batch import Batch, Segment, Wanted
+import torch
+
+from rekindle.batch import PENDING, Batch, Segment, Wanted
 from rekindle.spec import PAGE
 from rekindle.stages.layout import LONGEST_CHUNK, SHARERS, round_up
 from rekindle.stages.local import LocalStage
+from rekindle.stages.types import PendingTokens
 
 # Rows of a chunk: on both sides of every number at which some kernel takes another form.
 CHUNKS = (2048, 2, 4, 9, 16, 24, 48, 64, 128, 200, 512, 1000, 1024)
@@ -43,8 +46,9 @@ def run_step_shapes(stage: LocalStage) -> Iterator[str]:
 
 
 def warm_up(stage: LocalStage, chunk: int) -> int:
-    """Record the steps that requests will need, and run once what is not recorded: chunks of up to `chunk` rows, and
-    the copies of their state to the host and back. Returns how many steps were recorded. No slot may be in use."""
+    """Record the steps that requests will need, and run once what is not recorded: chunks of up to `chunk` rows, the
+    copies of their state to the host and back, and a step ahead of the host. Returns how many steps were recorded. No
+    slot may be in use."""
     recorded, room = stage.record_steps(chunk), stage.pages().total * PAGE
     if LONGEST_CHUNK < chunk <= room:
         _chunk(stage, chunk)
@@ -52,6 +56,12 @@ def warm_up(stage: LocalStage, chunk: int) -> int:
     _forward(stage, Segment(0, 0, (0,) * rows, Wanted.LAST))
     parts = stage.capture(0)
     stage.restore(0, rows, parts)
+    if (
+        rows < room
+    ):  # a token that the host does not know: torch loads the kernel that puts it in when it is first asked
+        step = Batch((Segment(0, rows, (PENDING,), Wanted.LAST),))
+        tokens = torch.zeros(1, dtype=torch.int64, device=stage.model.device)
+        stage.forward(step, stage.blank(1), PendingTokens(tokens, (0,), (0,)) if stage.model.is_first else None)
     stage.close(0)
     return recorded
 
