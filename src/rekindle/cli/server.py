@@ -14,6 +14,7 @@ from types import FrameType
 import uvicorn
 
 from rekindle.api import ModelHost
+from rekindle.cli.garbage import FullCollections
 from rekindle.errors import BadConfig
 
 log = logging.getLogger("rekindle")
@@ -46,6 +47,7 @@ class Server(uvicorn.Server):
         self._keeps_snapshots = keeps_snapshots
         self._drain = drain
         self._drained_by: float | None = None  # of a monotonic clock
+        self._garbage = FullCollections()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -69,14 +71,18 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Several times a second: does what a signal asked for, since a signal handler must not wait or log."""
+        self._garbage.tick(self._is_idle)
         if self._drained_by is not None and not self.should_exit:
-            status = self._models.status()
             if not self._models.draining:
                 log.info("stopping: answers under way get up to %g seconds, new requests are refused", self._drain)
                 self._models.drain()
-            elif not status.running + status.waiting or time.monotonic() > self._drained_by:
+            elif self._is_idle() or time.monotonic() > self._drained_by:
                 self._stop(signal.SIGINT, None)
         return await super().on_tick(counter)
+
+    def _is_idle(self) -> bool:
+        status = self._models.status()
+        return not status.running + status.waiting
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         written = ", snapshots are written" if self._keeps_snapshots else ""
