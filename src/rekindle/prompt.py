@@ -68,8 +68,8 @@ def ids_of(tokens: Sequence[int]) -> np.ndarray:
     try:
         return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), dtype=np.int32)
     except struct.error:
-        wrong = next(token for token in tokens if not -(1 << 31) <= token < 1 << 31)
-        raise BadRequest(f"{wrong} is no token id, which have 31 bits") from None
+        wrong = next(token for token in tokens if not isinstance(token, int) or not -(1 << 31) <= token < 1 << 31)
+        raise BadRequest(f"{wrong!r} is no token id, which have 31 bits") from None
 
 
 MOST_OF_A_KIND = 256  # boundaries of one prompt at which state is captured: a client may write thousands

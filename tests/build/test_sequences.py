@@ -79,6 +79,8 @@ def test_chunks_are_longer_where_their_memory_is_next_to_nothing(
         assert plan.cold == shorter.cold == 0
         given = (shorter.pool_pages - plan.pool_pages) * plan.stage(0).page_bytes
         assert given <= budget * GIB / 48
+        told = " ".join(plan.reasons)
+        assert not plan.pool_may_fill or f"{plan.pool_pages * 64:,} tokens" in told, "of this plan, not of the other"
 
 
 def test_a_number_that_is_asked_for_is_taken() -> None:

@@ -27,8 +27,8 @@ def lab(make_tiny: Any) -> Lab:
     return Lab(make_tiny("dense"))
 
 
-def engine_over(stage: Any) -> Engine:
-    return Engine(Pipeline([stage]), PrefixCache(local_tiers(1 << 28)), EngineSettings(context=2048, grid=64)).start()
+def engine_over(stage: Any, grid: int = 64) -> Engine:
+    return Engine(Pipeline([stage]), PrefixCache(local_tiers(1 << 28)), EngineSettings(context=2048, grid=grid)).start()
 
 
 def at_tokens(acts: dict[int, Callable[[], object]]) -> Callable[[int], bool]:
@@ -87,6 +87,18 @@ def test_a_device_without_work_gets_a_step_before_all_in_line_have_come_in(
         answers = [Answer(engine, Prompt(random_tokens(70, seed))) for seed in range(count)]
     assert all(answer.finished.reason is FinishReason.LENGTH for answer in answers)
     assert done[: count + 1] == ["open"] * AT_FIRST + ["step"] + ["open"] * 3
+    engine.stop()
+
+
+@pytest.mark.parametrize("between", [0, AT_FIRST - 2, AT_FIRST - 1, AT_FIRST])
+def test_a_twin_far_behind_in_line_restores_what_it_shares_with_the_first(lab: Lab, between: int) -> None:
+    """Also where the first is launched before the twin comes in."""
+    engine = engine_over(lab.stage(slots=16, pages=200), grid=512)
+    shared, strangers = random_tokens(300, 99), [Prompt(random_tokens(70, 100 + seed)) for seed in range(between)]
+    first, twin = (Prompt((*shared, *random_tokens(40, seed))) for seed in (1, 2))
+    with arriving_together(engine):
+        answers = [Answer(engine, prompt) for prompt in (first, *strangers, twin)]
+    assert [answer.finished.cache.computed for answer in answers] == [340, *[70] * between, 40]
     engine.stop()
 
 

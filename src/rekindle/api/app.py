@@ -105,7 +105,7 @@ async def _parsed(parse: Callable[[bytes], T], data: bytes, meter: Meter) -> T:
 
 async def _rendered(source: Conversation | RawPrompts, text: TextPort, namespace: str, meter: Meter) -> list[Prompt]:
     """The same."""
-    if isinstance(source, RawPrompts) and source.are_ids:
+    if isinstance(source, RawPrompts) and source.are_few_ids:
         return source.render(text, namespace)
     return await to_thread.run_sync(source.render, text, namespace, limiter=meter.threads)
 

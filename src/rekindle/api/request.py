@@ -11,6 +11,8 @@ from rekindle.api.thinking import Thinking
 from rekindle.grammar import Grammar
 from rekindle.prompt import Prompt, TokenIds
 
+FEW_IDS = 256  # of all prompts of a request
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -49,9 +51,10 @@ class RawPrompts:
     add_special_tokens: bool = True  # to text
 
     @property
-    def are_ids(self) -> bool:
-        """Whether nothing is to be encoded: such prompts are rendered in a moment."""
-        return all(isinstance(each, TokenIds) for each in self.prompts)
+    def are_few_ids(self) -> bool:
+        """Whether they are rendered in a moment: nothing is to be encoded, and even ids that each begin a message or a
+        call take no longer than to ask a thread."""
+        return all(isinstance(each, TokenIds) for each in self.prompts) and sum(map(len, self.prompts)) <= FEW_IDS
 
     def render(self, text: TextPort, namespace: str) -> list[Prompt]:
         return [self._render_one(each, text) for each in self.prompts]

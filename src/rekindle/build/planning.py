@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,8 +28,9 @@ SEQUENCES = (16, 8, 4)
 LONG = POOL_TARGET * PAGE  # tokens
 # Rows of a prefill chunk on GPUs: others wait for one chunk at most, and a snapshot can be taken at its end.
 CHUNK = 2048
-LONG_CHUNK = 4096  # on one GPU, of whose memory it needs no more than …
-LONG_CHUNK_PART = 48  # … this part more
+# Those read the weights half as often. Taken on one GPU with every expert, of whose memory they need, for their work
+# and for the captures of all that may share one, no more than this part more.
+LONG_CHUNK, LONG_CHUNK_PART = 4096, 48
 
 
 def resolve(config: Config, model: Model, names: list[str]) -> Config:
@@ -78,7 +80,7 @@ def plan_numbers(
     spec: ModelSpec,
     sizes: Sizes,
     machine: Machine,
-    drafter: Callable[[int], DrafterBytes] = lambda sequences: NO_DRAFTER,
+    drafter: Callable[[int, int], DrafterBytes] = lambda sequences, chunk: NO_DRAFTER,
     dtype: str = "bfloat16",
     kv_type: str = "bf16",
     counts: Sequence[Sequence[float]] | None = None,
@@ -113,11 +115,11 @@ def plan_numbers(
         rewind_rows=rewind_rows(config, names),
     )
 
-    def wishes_of(sequences: int) -> Wishes:
-        return _beside(drafter(sequences), names, replace(wishes, sequences=sequences))
+    def wishes_of(sequences: int, chunk: int = wishes.chunk) -> Wishes:
+        return _beside(drafter(sequences, chunk), names, replace(wishes, sequences=sequences, chunk=chunk))
 
-    def plan_for(sequences: int) -> Plan:
-        plan = make_plan(machine, spec, sizes, wishes_of(sequences))
+    def plan_for(sequences: int, chunk: int = wishes.chunk) -> Plan:
+        plan = make_plan(machine, spec, sizes, wishes_of(sequences, chunk))
         if config.live_memory is not None or not plan.wishes.lends or plan.lends_everywhere:
             return plan
         fixed = make_plan(machine, spec, sizes, replace(plan.wishes, lends=False))
@@ -134,26 +136,29 @@ def plan_numbers(
         if way is None:
             raise
         raise DoesNotFit(f"{error}; {way}") from error
-    may_be_longer = config.grid is None and config.pool is None and len(names) == config.replicas == 1
-    return _with_long_chunks(plan, sizes) if may_be_longer and not plan.cold else plan
+    if config.grid is None and config.pool is None and config.replicas == 1 and _is_one_whole_gpu(plan):
+        with contextlib.suppress(DoesNotFit):
+            longer = _first_roomy(partial(plan_for, chunk=LONG_CHUNK), counts_tried)
+            costs = _work_bytes(longer.stage(0)) - _work_bytes(plan.stage(0))
+            is_small = LONG_CHUNK_PART * costs <= plan.stage(0).device.budget and _keeps_its_pool(plan, longer)
+            if _is_one_whole_gpu(longer) and is_small:
+                why = (
+                    f"prompts run in chunks of {LONG_CHUNK:,} tokens, which take {costs >> 20:,} MiB more than chunks "
+                )
+                why += f"of {wishes.chunk:,}; --grid asks for another number"
+                return replace(longer, reasons=(*longer.reasons, why))
+    return plan
 
 
-def _with_long_chunks(plan: Plan, sizes: Sizes) -> Plan:
-    """The same plan with chunks of LONG_CHUNK rows, which read the weights half as often, where a GPU has memory to
-    spare for their work and for the captures of all that may share one."""
-    stage = plan.stage(0)
-    if stage.device.is_cpu or stage.device.host:
-        return plan
-    try:
-        longer = make_plan(plan.machine, plan.spec, sizes, replace(plan.wishes, chunk=LONG_CHUNK))
-    except DoesNotFit:
-        return plan
-    costs = _work_bytes(longer.stage(0)) - _work_bytes(stage)
-    is_spare = LONG_CHUNK_PART * costs <= stage.device.budget and not longer.cold
-    why = (
-        f"prompts run in chunks of {LONG_CHUNK:,} tokens: there is work memory to spare; --grid asks for another number"
-    )
-    return replace(longer, reasons=(*plan.reasons, why)) if is_spare else plan
+def _keeps_its_pool(plan: Plan, longer: Plan) -> bool:
+    """As many requests at once, and all but a thirty-second of the pool."""
+    return longer.wishes.sequences == plan.wishes.sequences and 32 * longer.pool_pages >= 31 * plan.pool_pages
+
+
+def _is_one_whole_gpu(plan: Plan) -> bool:
+    """Of this process, with memory of its own, and every expert in it."""
+    device = plan.stage(0).device
+    return len(plan.stages) == 1 and not (device.is_cpu or device.host or device.remote or plan.cold)
 
 
 def _work_bytes(stage: StagePlan) -> int:
@@ -229,13 +234,15 @@ def _beside(drafter: DrafterBytes, names: list[str], wishes: Wishes) -> Wishes:
     )
 
 
-def drafter_wishes(config: Config, model: Model, names: list[str], dtype: torch.dtype, sequences: int) -> DrafterBytes:
-    """Of the drafter that the settings name, beside so many sequences."""
+def drafter_wishes(
+    config: Config, model: Model, names: list[str], dtype: torch.dtype, sequences: int, chunk: int
+) -> DrafterBytes:
+    """Of the drafter that the settings name, beside so many sequences and chunks of so many rows."""
     file = open_drafter_of(config, model, names)
     if file is None:
         return NO_DRAFTER
     context = config.context or model.spec.context
-    return drafter_bytes(file, model, names, sequences, context, _grid(config, names), dtype)
+    return drafter_bytes(file, model, names, sequences, context, chunk, dtype)
 
 
 def counts_file_of(config: Config, model: Model) -> CountsFile | None:

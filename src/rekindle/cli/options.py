@@ -60,7 +60,12 @@ Dtype = Annotated[
     str | None,
     typer.Option(help="float32 or bfloat16, of activations; if left out float32 on a CPU or for float16 weights."),
 ]
-Grid = Annotated[int | None, typer.Option(help="Tokens of a prefill chunk; if left out 512 on a CPU, 2048 on a GPU.")]
+Grid = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of a prefill chunk; if left out 512 on a CPU, 2048 on a GPU, or 4096 where the plan says so."
+    ),
+]
 KvMode = Annotated[
     str,
     typer.Option(

@@ -67,7 +67,8 @@ class Admission:
         reserved, held_up, enough = 0, set[str](), None if most is None else len(self._roster.running) + most
         for sequence in tuple(self._roster.line):
             if len(self._roster.running) == enough:
-                return
+                self._twins.is_ahead_of(sequence)  # before the others are launched: where they part is a boundary
+                continue
             if sequence.namespace in held_up:
                 continue
             if self._roster.slots_left == reserved:

@@ -60,7 +60,7 @@ from rekindle.stages.layout import SHARERS, round_up
 
 LINGER = 0.003  # seconds in which a client that was just answered often asks again: captures wait for it …
 LOOK = 0.0005  # … and between two looks at copies that are under way
-AT_FIRST = max(SHARERS)  # requests that come into slots before a device without work gets a step: as many can share it
+AT_FIRST = max(SHARERS)  # requests that come into slots before a device without work gets a step: no more can share it
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ class Engine:
     def _step(self) -> None:
         begun = self._publisher.unfinished
         self._endings.cancel_marked()
-        if not self._runs_chunk:  # others come in while the device has more to do
+        if not self._runs_long:  # others come in while the device has more to do
             self._admission.admit(AT_FIRST)
             self._launch()
         self._admission.admit()
@@ -249,14 +249,15 @@ class Engine:
         self._collector.collect()
         # Captures of the step that was collected wait for the next: its tokens are followed by others first. Where
         # nothing runs a request may come any moment.
-        if (begun or (self._publisher.unfinished and self._runs_chunk)) and self._roster.running:
+        if (begun or (self._publisher.unfinished and self._runs_long)) and self._roster.running:
             self._launch()  # it takes longer than a step
+            self._collector.let_go()
             self._publisher.finish()
         self._publisher.publish_ready()
 
     @property
-    def _runs_chunk(self) -> bool:
-        """Whether the device is busy for some time."""
+    def _runs_long(self) -> bool:
+        """Whether the device is busy for some time: with a chunk, or a block."""
         return any(flight.batch.rows > len(flight.batch.segments) for flight in self._flights)
 
     def _launch(self) -> None:

@@ -22,7 +22,7 @@ from rekindle.engine.drafting import Proposals, Proposer
 from rekindle.engine.pace import Pace
 from rekindle.engine.sequence import Sequence
 from rekindle.speculative.width import MOST
-from rekindle.stages.layout import FEW_SHARERS, LEAST_SHARED, MANY_FILL, SHARED, SHARERS
+from rekindle.stages.layout import FEW_SHARERS, LEAST_SHARED, LONGEST_CHUNK, MANY_FILL, SHARED, SHARERS
 
 BLOCK_ROWS = 64  # of all blocks of a batch on a GPU: up to so many, reading weights takes most of a step
 Fits = Callable[[Sequence, int], bool]  # reserves pages up to that position for the sequence, or says there are none
@@ -132,6 +132,8 @@ class Scheduler:
             if not fits(sequence, end):
                 break
             segments.append((self._chunk(sequence, end), sequence))
+        if sum(len(segment) for segment, _ in segments) < MANY_FILL or longest < LONGEST_CHUNK:
+            segments = segments[:FEW_SHARERS]
         for _, sequence in segments:
             self._prefilling.remove(sequence)
             self._prefilling.append(sequence)
@@ -153,10 +155,7 @@ class Scheduler:
                 left -= rows
             if len(taken) == max(SHARERS):
                 break
-        if len(taken) > FEW_SHARERS and longest - left < MANY_FILL:
-            taken = taken[:FEW_SHARERS]
-        rows = sum(end - sequence.position for sequence, end in taken)
-        return taken if 2 * rows >= LEAST_SHARED else taken[:1]
+        return taken if 2 * (longest - left) >= LEAST_SHARED else taken[:1]
 
     def _decode_turn(self, decoding: list[Sequence]) -> list[Sequence]:
         """With several stages, a share of the rows, so that the other stages get rows of the other sequences."""

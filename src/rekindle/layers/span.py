@@ -94,7 +94,7 @@ class ModelSpan:
             ffn.poll(rows)
         waiting = [ffn for ffn in self.routed if isinstance(ffn, ExpertSet) and ffn.may_swap]
         waiting.sort(key=lambda ffn: ffn.swapped_at)
-        # In decode so many that none waits for another round.
+        # In decode of up to 25 rows so many that none waits for another round.
         turns = 1 if rows >= ROUND else min(1 + rows * len(self.routed) // ROUND, MOST_SWAPPING)
         for ffn in waiting[:turns]:
             ffn.swap_some()

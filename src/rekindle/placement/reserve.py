@@ -20,6 +20,7 @@ from rekindle.buffers import (
     STAGED_PARTS,
     TAIL_PAGES,
     UPLOAD_SLABS,
+    USUAL_ROWS,
     captures_in_flight,
     staged_experts,
 )
@@ -151,7 +152,7 @@ def _tap_bytes(spec: ModelSpec, wishes: Wishes, device: Device) -> int:
     """Of one tapped layer: what leaves it in a chunk, the rows of it that are sent on, and on a GPU a buffer that
     recorded chunks write and one that other recorded steps write."""
     decode_rows = wishes.sequences * (1 + wishes.rewind_rows)
-    rows = 2 * wishes.chunk + (0 if device.is_cpu else _recorded_rows(wishes) + decode_rows)
+    rows = 2 * wishes.chunk + (0 if device.is_cpu else max(USUAL_ROWS, _recorded_rows(wishes)) + decode_rows)
     return rows * spec.hidden * wishes.compute_bytes
 
 
@@ -196,7 +197,7 @@ def _recorded_bytes(spec: ModelSpec, wishes: Wishes, mixers: SpanMixers) -> int:
     """Graphs share work memory that nothing else uses: what the longest recorded chunk computes in; and what a section
     of a chunk leaves to the next one."""
     rows = _recorded_rows(wishes)
-    between = rows * spec.hidden * wishes.compute_bytes
+    between = max(USUAL_ROWS, rows) * spec.hidden * wishes.compute_bytes
     return rows * _row_bytes(spec, wishes.compute_bytes) + sum(mixers.work_bytes(rows, 1).values()) + between
 
 

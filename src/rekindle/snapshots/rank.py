@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -16,4 +17,5 @@ def stand_back(rank: int) -> None:
     """
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, max(rank, os.getpriority(os.PRIO_PROCESS, thread)))
+        with contextlib.suppress(OSError):  # a system that refuses it is slower, not wrong
+            os.setpriority(os.PRIO_PROCESS, thread, max(rank, os.getpriority(os.PRIO_PROCESS, thread)))

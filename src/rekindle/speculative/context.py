@@ -334,10 +334,12 @@ class RingContext(ABC):
             return lambda: (Part(DRAFTER_LAYER, taken),)
         with self._on_device():
             copied = copies.copy_live(list(live.values()))
+        names = tuple(live)
+        del live  # the copies of it are enough
 
         def finish() -> Sequence[Part]:
             with self._on_device():
-                tensors = dict(zip(live, copied.to_host(), strict=True))
+                tensors = dict(zip(names, copied.to_host(), strict=True))
             return (Part(DRAFTER_LAYER, {IDENTITY: self._identity, **tensors}, ready=copied.ready),)
 
         return finish

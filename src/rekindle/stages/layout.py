@@ -29,7 +29,8 @@ CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 
 LONGEST_CHUNK = CHUNKS[-1]  # with more rows the device has enough to do while the host launches
 SHARED = 512  # rows of each of several prompts' chunks that share a recorded step …
 SHARERS = {2: (256, 512, 1024), 4: (256, 512, 1024, 2048), 8: (RECORDED_ROWS,)}  # … and the steps' rows
-FEW_SHARERS = 4  # more of them share only with so many rows together, or padding would take longer than two steps
+# More of them share only chunks of the longest kind, and with so many rows together: padding takes time, too.
+FEW_SHARERS = 4
 MANY_FILL = RECORDED_ROWS * 5 // 8
 LEAST_SHARED = min(size for sizes in SHARERS.values() for size in sizes)
 NARROW = 128  # pages of all rows' tables together, up to which attention has a program for each
@@ -277,7 +278,7 @@ def recorded_shapes(slots: int, widest: int, chunk: int, groups: int = 1, block:
         shared_shape(sharers, rows, widest, groups)
         for sharers, sizes in SHARERS.items()
         for rows in sizes[: bisect_right(sizes, longest) + 1]  # padding may ask for the next size
-        if sharers // 2 < slots and (sharers <= FEW_SHARERS or longest >= MANY_FILL)
+        if sharers // 2 < slots and (sharers <= FEW_SHARERS or longest == LONGEST_CHUNK)
     ]
     return [*decode, *blocks, *sorted((*chunks, *shared), key=lambda shape: shape.rows)]
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from rekindle.batch import Batch, Wanted
+from rekindle.buffers import USUAL_ROWS
 from rekindle.layers import ModelSpan
 from rekindle.pool import Recorder, SegmentPages
 from rekindle.spec import PAGE
@@ -60,7 +61,7 @@ class Recording:
         be idle."""
         if not self._table_width:
             return 0
-        self.steps.longest_chunk = min(chunk, LONGEST_CHUNK)
+        self.steps.longest_chunk = max(USUAL_ROWS, min(chunk, LONGEST_CHUNK))
         known = recorded_shapes(self._slots, self._table_width, chunk, len(self._paged.groups), block)
         if block and rewinds:
             self.steps.make_rewind_ready()

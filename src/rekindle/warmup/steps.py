@@ -56,9 +56,8 @@ def warm_up(stage: LocalStage, chunk: int) -> int:
     _forward(stage, Segment(0, 0, (0,) * rows, Wanted.LAST))
     parts = stage.capture(0)
     stage.restore(0, rows, parts)
-    if (
-        rows < room
-    ):  # a token that the host does not know: torch loads the kernel that puts it in when it is first asked
+    if rows < room:
+        # With a token that the host does not know: torch loads the kernel that puts it in when it is first asked.
         step = Batch((Segment(0, rows, (PENDING,), Wanted.LAST),))
         tokens = torch.zeros(1, dtype=torch.int64, device=stage.model.device)
         stage.forward(step, stage.blank(1), PendingTokens(tokens, (0,), (0,)) if stage.model.is_first else None)
