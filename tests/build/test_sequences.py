@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rekindle.build import plan_numbers
+from rekindle.build.drafts import DrafterBytes
 from rekindle.config import Config
 from rekindle.errors import DoesNotFit
 from rekindle.placement import Device, Machine, Plan, card_named, known_shapes
@@ -81,6 +83,27 @@ def test_chunks_are_longer_where_their_memory_is_next_to_nothing(
         assert given <= budget * GIB / 48
         told = " ".join(plan.reasons)
         assert not plan.pool_may_fill or f"{plan.pool_pages * 64:,} tokens" in told, "of this plan, not of the other"
+
+
+def test_a_drafter_beside_long_chunks_is_counted_with_them() -> None:
+    """Its features are as many as a chunk's rows, and its captures as many as prompts may share one."""
+
+    def drafter(sequences: int, chunk: int) -> DrafterBytes:
+        return DrafterBytes(sequences * chunk * 1000, 0)
+
+    machine = Machine((Device("cuda:0", "cuda", 139 * GIB, rates=card_named("H200").rates),), 256 * GIB)
+    spec, sizes = known_shapes("27B", "Q4_K_M")
+    plan = plan_numbers(Config(context=131_072, dtype="bfloat16"), spec, sizes, machine, drafter)
+    assert (plan.wishes.chunk, plan.wishes.drafter_bytes) == (4096, 16 * 4096 * 1000)
+
+
+def test_long_chunks_leave_a_small_pool_alone() -> None:
+    """A model that nearly fills the card has better uses for the memory."""
+    machine = Machine((Device("cuda:0", "cuda", 139 * GIB, rates=card_named("H200").rates),), 256 * GIB)
+    spec, sizes = known_shapes("27B", "Q4_K_M")
+    larger = replace(sizes, layers=tuple(replace(each, dense=int(12.9 * each.dense)) for each in sizes.layers))
+    plan = plan_numbers(Config(context=131_072, dtype="bfloat16"), spec, larger, machine)
+    assert plan.wishes.chunk == 2048 and plan.pool_may_fill
 
 
 def test_a_number_that_is_asked_for_is_taken() -> None:

@@ -111,7 +111,9 @@ def _check_counts(known: dict[str, bytes]) -> None:
         if sum(commas.values()) - commas.get("prompt", 0) > MAX_COMMAS:
             raise BadRequest(f"the body has {sum(commas.values())} commas, at most {MAX_COMMAS} are taken")
         if commas.get("prompt", 0) > MAX_PROMPT and not known["prompt"].lstrip().startswith(b'"'):
-            raise BadRequest(f"prompt: has {commas['prompt']} tokens, at most {MAX_PROMPT} are taken", "prompt")
+            raise BadRequest(
+                f"prompt: has more than {commas['prompt']} tokens, at most {MAX_PROMPT} are taken", "prompt"
+            )
     if len(known.get("chat_template_kwargs", b"")) > MAX_OPTIONS:
         raise BadRequest(f"chat_template_kwargs: has more than {MAX_OPTIONS} bytes", "chat_template_kwargs")
     for name in FORMATS:
