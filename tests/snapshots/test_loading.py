@@ -41,6 +41,18 @@ class PaperFiles(PlainFiles):
         return super().read(reads)
 
 
+class Once:
+    """Done by the first of several threads, before any of them goes on."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._acts, self._lock = [act], threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            while self._acts:
+                self._acts.pop()()
+
+
 def saved(folder: Path, snapshot: Snapshot) -> Record:
     store = DiskStore(folder, FINGERPRINT, BUDGET)
     record = store.save(snapshot)
@@ -140,10 +152,12 @@ def test_an_object_that_is_altered_while_it_is_loaded_is_dropped_and_refused(tmp
     for name in (record.own, record.pages[2]):
         path = path_of(tmp_path, name)
         content = path.read_bytes()
-        altered = bytes([content[0] ^ 1]) + content[1:]
-        store = DiskStore(
-            tmp_path, FINGERPRINT, BUDGET, files=PaperFiles(lambda at=path, data=altered: at.write_bytes(data))
-        )
+
+        def alter(path: Path = path, first: bytes = bytes([content[0] ^ 1])) -> None:
+            with path.open("r+b") as file:
+                file.write(first)
+
+        store = DiskStore(tmp_path, FINGERPRINT, BUDGET, files=PaperFiles(Once(alter)))
         with pytest.raises(BadSnapshotFile, match=f"object {name} has been altered"):
             store.load(record.id)
         assert not path.exists()
