@@ -16,9 +16,7 @@ STAGED_PARTS = 4
 STAGED_EXPERTS = 16  # in each of them, at most
 
 RECORDED_ROWS = 4096  # of the longest chunk that can be recorded: its graph has work memory of its own
-USUAL_ROWS = (
-    2048  # what sections of chunks leave to the next ones has so many rows at least: shorter chunks share steps
-)
+USUAL_ROWS = 2048  # of a chunk on most GPUs; buffers that recorded chunks share have as many at least
 DRAWN_ROWS = 64  # of a recorded draw, at most: all blocks of a batch together
 
 IN_FLIGHT = 2  # captures that lie apart on a device until they are copied to the host …

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 
+from rekindle.buffers import RECORDED_ROWS, USUAL_ROWS
 from rekindle.build.drafts import NO_DRAFTER, DrafterBytes, drafter_bytes, open_drafter_of, rewind_rows
 from rekindle.build.machine import device_of, shard_of
 from rekindle.build.model import Model
@@ -27,10 +28,10 @@ from rekindle.spec import PAGE, ModelSpec
 SEQUENCES = (16, 8, 4)
 LONG = POOL_TARGET * PAGE  # tokens
 # Rows of a prefill chunk on GPUs: others wait for one chunk at most, and a snapshot can be taken at its end.
-CHUNK = 2048
-# Those read the weights half as often. Taken on one GPU with every expert, of whose memory they need, for their work
-# and for the captures of all that may share one, no more than this part more.
-LONG_CHUNK, LONG_CHUNK_PART = 4096, 48
+CHUNK = USUAL_ROWS
+# Longer ones read the weights half as often. They are taken on one GPU with every expert, where their work and the
+# captures of all that may share one need no more than this part of its memory more.
+LONG_CHUNK, LONG_CHUNK_PART = RECORDED_ROWS, 48
 
 
 def resolve(config: Config, model: Model, names: list[str]) -> Config:
@@ -142,10 +143,8 @@ def plan_numbers(
             costs = _work_bytes(longer.stage(0)) - _work_bytes(plan.stage(0))
             is_small = LONG_CHUNK_PART * costs <= plan.stage(0).device.budget and _keeps_its_pool(plan, longer)
             if _is_one_whole_gpu(longer) and is_small:
-                why = (
-                    f"prompts run in chunks of {LONG_CHUNK:,} tokens, which take {costs >> 20:,} MiB more than chunks "
-                )
-                why += f"of {wishes.chunk:,}; --grid asks for another number"
+                more = f"which take {costs >> 20:,} MiB more than chunks of {wishes.chunk:,}"
+                why = f"prompts run in chunks of {LONG_CHUNK:,} tokens, {more}; --grid asks for another number"
                 return replace(longer, reasons=(*longer.reasons, why))
     return plan
 

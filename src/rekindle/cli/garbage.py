@@ -13,8 +13,8 @@ NEVER = 1 << 30  # collections of younger objects before a full one
 
 class FullCollections:
     """By itself Python makes one after every few long prompts, amid answers, and it walks through every page of every
-    snapshot in RAM: 4 ms for eight conversations of 32,768 tokens on a fast core, 50 ms for a hundred. What is young is
-    collected as ever, and snapshots need none of it: they go with the last reference to them."""
+    snapshot in RAM: 4 ms for eight conversations of 32,768 tokens on a fast core, and more with each further one. What
+    is young is collected as ever, and snapshots need none of it: they go with the last reference to them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         gc.set_threshold(*gc.get_threshold()[:2], NEVER)
