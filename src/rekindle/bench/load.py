@@ -72,6 +72,15 @@ def _check(option: str, value: int, least: int) -> None:
         raise BadConfig(f"{option} is {value}, it must be at least {least}")
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt and the body that asks for its answer. It is made before the clocks start: to write 32,768 ids takes
+    milliseconds, in which this process would not read what others are answered."""
+
+    prompt: list[int]
+    body: bytes
+
+
 class LoadFailed(RekindleError):
     """A server did not answer, or refused a request."""
 
@@ -127,12 +136,15 @@ class LoadClient:
         self._body |= {"return_token_ids": True} if token_ids else {}
         self._body |= fields or {}
 
-    async def ask(self, what: str, prompt: Sequence[int], tokens: int, begun: Begun | None = None) -> ServedAnswer:
+    def question(self, prompt: list[int], tokens: int) -> Question:
+        return Question(prompt, json.dumps({**self._body, "prompt": prompt, "max_tokens": tokens}).encode())
+
+    async def ask(self, what: str, question: Question, begun: Begun | None = None) -> ServedAnswer:
         """Never raises for what a server does: a request that failed says why. `begun` hears of the first token."""
-        answer = ServedAnswer(what, len(prompt))
+        answer = ServedAnswer(what, len(question.prompt))
         try:
             async with asyncio.timeout(LONGEST_WAIT):
-                await self._ask(answer, {**self._body, "prompt": list(prompt), "max_tokens": tokens}, begun)
+                await self._ask(answer, question.body, begun)
         except TimeoutError:
             answer.failure = f"no answer within {LONGEST_WAIT:g} s"
         except (OSError, h11.ProtocolError, LoadFailed) as error:
@@ -143,16 +155,15 @@ class LoadClient:
             begun()  # it never will
         return answer
 
-    async def _ask(self, answer: ServedAnswer, body: dict[str, Any], begun: Begun | None) -> None:
-        data = json.dumps(body).encode()
+    async def _ask(self, answer: ServedAnswer, body: bytes, begun: Begun | None) -> None:
         secure = ssl.create_default_context() if self._url.scheme == "https" else None
         port = self._url.port or (443 if secure else 80)
         reader, writer = await asyncio.open_connection(self._url.hostname, port, ssl=secure)
         try:
             connection = h11.Connection(h11.CLIENT)
             answer.sent = time.perf_counter()
-            writer.write(connection.send(self._head(len(data))) or b"")
-            writer.write(connection.send(h11.Data(data=data)) or b"")
+            writer.write(connection.send(self._head(len(body))) or b"")
+            writer.write(connection.send(h11.Data(data=body)) or b"")
             writer.write(connection.send(h11.EndOfMessage()) or b"")
             await writer.drain()
             async for came, event in _events(reader, connection):
@@ -233,25 +244,32 @@ def _take(answer: ServedAnswer, event: dict[str, Any], came: float) -> None:
 
 # -- many of them ---------------------------------------------------------------------------------------------------
 
-Ask = Callable[[str, Sequence[int], int, Begun | None], Awaitable[ServedAnswer]]
-
 
 async def run_load(client: LoadClient, load: Load) -> list[ServedAnswer]:
     """Everything that the load asks for: length by length, then all of it again."""
     answers = list[ServedAnswer]()
     for time_sent in range(load.again + 1):
         for length in load.prompts:
-            answers += await _run_length(client.ask, load, length, time_sent)
+            answers += await _run_length(client, load, length, time_sent)
     return answers
 
 
-async def _run_length(ask: Ask, load: Load, length: int, time_sent: int) -> list[ServedAnswer]:
+async def _run_length(client: LoadClient, load: Load, length: int, time_sent: int) -> list[ServedAnswer]:
     suffix = " again" if time_sent else ""
-    begun = asyncio.Semaphore(0)
-    intruder = asyncio.create_task(_intrude(ask, load, length, begun)) if load.intruder and not time_sent else None
+    begun, intruder = asyncio.Semaphore(0), None
+    if load.intruder and not time_sent:
+        question = client.question(load.tokens(load.intruder, INTRUDER, length), 1)
+        intruder = asyncio.create_task(_intrude(client, load, question, begun))
+
+    def opening(number: int) -> Question:
+        return client.question(load.first_prompt(length, number), load.answer)
+
+    together = 0 if load.rate is not None else min(load.concurrency, load.requests)
+    openings = {number: opening(number) for number in range(together)}
 
     async def converse(number: int) -> list[ServedAnswer]:
-        return await _converse(ask, load, length, number, suffix, begun.release)
+        first = openings.pop(number, None) or opening(number)
+        return await _converse(client, load, length, number, first, suffix, begun.release)
 
     run = _at_rate if load.rate is not None else _at_once
     answers = await run(load, length, converse)
@@ -260,11 +278,11 @@ async def _run_length(ask: Ask, load: Load, length: int, time_sent: int) -> list
     return answers
 
 
-async def _intrude(ask: Ask, load: Load, length: int, begun: asyncio.Semaphore) -> ServedAnswer:
+async def _intrude(client: LoadClient, load: Load, question: Question, begun: asyncio.Semaphore) -> ServedAnswer:
     """Once as many answers have begun as run at once."""
     for _ in range(min(load.requests, load.concurrency)):
         await begun.acquire()
-    return await ask(f"{INTRUDER} {load.intruder}", load.tokens(load.intruder, INTRUDER, length), 1, None)
+    return await client.ask(f"{INTRUDER} {load.intruder}", question)
 
 
 async def _at_once(
@@ -299,18 +317,21 @@ async def _at_rate(
     return [answer for answers in several for answer in answers]
 
 
-async def _converse(ask: Ask, load: Load, length: int, number: int, suffix: str, begun: Begun) -> list[ServedAnswer]:
+async def _converse(
+    client: LoadClient, load: Load, length: int, number: int, question: Question, suffix: str, begun: Begun
+) -> list[ServedAnswer]:
     """Turn after turn, each on top of all that was said; it ends with the first turn that fails."""
-    prompt, answers = load.first_prompt(length, number), list[ServedAnswer]()
+    answers = list[ServedAnswer]()
     for turn in range(load.turns):
         what = f"prompt {length}" if turn == 0 else f"turn {turn + 1} on {length}"
-        answer = await ask(what + suffix, prompt, load.answer, begun)
+        answer = await client.ask(what + suffix, question, begun)
         answers.append(answer)
-        if answer.failure is not None:
+        if answer.failure is not None or turn + 1 == load.turns:
             break
         # A server that keeps its ids to itself is sent others in their place: it can go on from the prompt's end only.
         said = answer.ids or load.tokens(load.answer, "said", length, number, turn)
-        prompt = prompt + said + load.tokens(load.turn, "turn", length, number, turn)
+        prompt = [*question.prompt, *said, *load.tokens(load.turn, "turn", length, number, turn)]
+        question = client.question(prompt, load.answer)
     return answers
 
 
