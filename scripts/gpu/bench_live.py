@@ -108,7 +108,7 @@ class Client:
         return self._load.tokens(length, *names)
 
     def ask(self, what: str, prompt: list[int]) -> ServedAnswer:
-        answer = asyncio.run(self._client.ask(what, prompt, ANSWER))
+        answer = asyncio.run(self._client.ask(what, self._client.question(prompt, ANSWER)))
         if answer.failure is not None:
             raise RuntimeError(f"{what}: {answer.failure}")
         self._told.answers.append(
@@ -123,7 +123,7 @@ def serving(path: Path, arguments: list[str], out: Path) -> Iterator[Server]:
     """A server with a new folder for snapshots beside the model, where the disk of the machine is no limit."""
     snapshots = Path(tempfile.mkdtemp(prefix="rekindle-live-", dir=path.parent))
     try:
-        server = Server([str(path), *arguments, "--cache-dir", str(snapshots)], out / "live.log", False, None)
+        server = Server([str(path), *arguments, "--cache-dir", str(snapshots)], out / "live.log", "", None)
         try:
             yield server
         finally:

@@ -1,11 +1,13 @@
 """What clients of `rekindle serve` see on a GPU, line by line, by the load generator of `rekindle bench serve`.
 
-    PYTHONPATH=src python3 scripts/gpu/bench_serve.py --shape qwen3.6-35b-a3b [--profile] [--only NAME,NAME]
+    PYTHONPATH=src python3 scripts/gpu/bench_serve.py --shape qwen3.6-35b-a3b [--only NAME,NAME] [--profile]
+                                                                              [--timeline]
     PYTHONPATH=src python3 scripts/gpu/bench_serve.py --shape qwen3.6-35b-a3b --grammar [--streams 1,32]
 
 Random weights in the exact shape; a server process, asked over HTTP with random token prompts; then one with a folder
 for snapshots, which is stopped and started again. --profile says after each line where the engine's thread was, sampled
-every millisecond. A short table comes last, the JSON of every row is written to $OUT.
+every millisecond; --timeline what the server did in the longest gap, and while a first token was waited for. A short
+table comes last, the JSON of every row is written to $OUT.
 
 --grammar measures something else: answers with and without a JSON schema, in turns, so many streams at once, and prints
 one table: tokens per second of all streams together, from the first token of any to the last.
@@ -29,7 +31,9 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
-from rekindle.bench.load import Load, LoadClient, LoadRow, rows_of, run_load
+from timeline import between
+
+from rekindle.bench.load import Load, LoadClient, LoadRow, ServedAnswer, rows_of, run_load
 
 SERVE = "from rekindle.cli import main; main()"
 PROFILED = r"""
@@ -63,12 +67,16 @@ signal.signal(signal.SIGUSR2, dump)
 """
 
 
+WATCHED = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import timeline; timeline.watch(%r)\n"
+
+
 class Server:
     """A process; whatever it says goes to a file."""
 
-    def __init__(self, arguments: list[str], log: Path, profile: bool, source: str | None) -> None:
+    def __init__(self, arguments: list[str], log: Path, before: str, source: str | None) -> None:
+        """before: code that the process runs first."""
         self.began = time.perf_counter()
-        code = PROFILED + SERVE if profile else SERVE
+        self.watched, code = bool(before), before + SERVE
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", code, "serve", "--port", "0", *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -115,15 +123,34 @@ KEPT = {  # asked of a server with a folder, and again of the next one
 }
 
 
-def ask(server: Server, name: str, load: Load, vocab: int, profile: bool) -> dict[str, object]:
+def ask(server: Server, name: str, load: Load, vocab: int, calls: Path | None) -> dict[str, object]:
+    """calls: where a server with a timeline writes what it did."""
     seed = zlib.crc32(name.removeprefix("before ").removeprefix("after ").encode())
     load = replace(load, vocab=vocab, lowest=min(1000, vocab // 2), seed=seed)
-    rows = rows_of(asyncio.run(run_load(LoadClient(server.url), load)))
+    answers = asyncio.run(run_load(LoadClient(server.url), load))
+    rows = rows_of(answers)
     for row in rows:
         say(name, row)
-    if profile:
+    if server.watched:
         server.dump()
+    if calls is not None:
+        tell_waits(answers, calls)
     return {"line": name, "rows": [row.as_dict() for row in rows]}
+
+
+def tell_waits(answers: list[ServedAnswer], calls: Path) -> None:
+    """What the server did in the longest gap of all answers of one name, and before the first token of a usual one."""
+    for what in dict.fromkeys(answer.what for answer in answers):
+        own = sorted((each for each in answers if each.what == what and each.arrivals), key=lambda each: each.first)
+        if not own:
+            continue
+        usual, longest = own[len(own) // 2], max(own, key=lambda each: max(each.gaps, default=0.0))
+        waits = [("first token", usual.sent, usual.arrivals[0])]
+        if longest.gaps:
+            at = longest.gaps.index(max(longest.gaps))
+            waits.append((f"gap behind event {at + 1}", longest.arrivals[at], longest.arrivals[at + 1]))
+        for kind, began, ended in waits:
+            print(f"  {what}, {kind}: {1000 * (ended - began):.2f} ms", *between(calls, began, ended), sep="\n")
 
 
 # -- with and without a grammar -------------------------------------------------------------------------------------
@@ -206,6 +233,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--source", help="PYTHONPATH of the server, to measure another version of it")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--grammar", action="store_true", help="what a JSON schema costs, and nothing else")
     parser.add_argument("--streams", default="1,32", help="of --grammar")
     parser.add_argument("--answer", type=int, default=512, help="tokens, of --grammar")
@@ -222,9 +250,11 @@ def main() -> None:
     only = [name for name in options.only.split(",") if name]
     common = [str(path), "--context", options.context, "--sequences", options.sequences, "--cache-ram", "24GiB"]
     common += options.serve.split()
+    calls = out / f"{options.name}-calls.json" if options.timeline else None
+    before = WATCHED % str(calls.absolute()) if calls is not None else PROFILED if options.profile else ""
     told = list[dict[str, object]]()
     if options.grammar:
-        server = Server([*common, "--cache-disk", "0"], log, options.profile, options.source)
+        server = Server([*common, "--cache-disk", "0"], log, before, options.source)
         try:
             streams = [int(count) for count in options.streams.split(",")]
             told = compare_grammar(server, streams, options.answer, options.rounds, options.vocab)
@@ -237,21 +267,21 @@ def main() -> None:
     lines = {name: load for name, load in LINES.items() if not only or any(part in name for part in only)}
     if lines:
         # No disk: a file of random weights is the same each time, and the next run would find its prompts.
-        server = Server([*common, "--cache-disk", "0"], log, options.profile, options.source)
+        server = Server([*common, "--cache-disk", "0"], log, before, options.source)
         print(f"ready after {server.seconds:.1f} s", flush=True)
         try:
             for name, load in lines.items():
-                told.append(ask(server, name, load, options.vocab, options.profile))
+                told.append(ask(server, name, load, options.vocab, calls))
         finally:
             server.stop()
     kept = {name: load for name, load in KEPT.items() if not only or any(part in name for part in only)}
     folder = options.folder / "rekindle-bench-snapshots"
     for turn in ("before", "after") if kept else ():
-        server = Server([*common, "--cache-dir", str(folder)], log, options.profile, options.source)
+        server = Server([*common, "--cache-dir", str(folder)], log, before, options.source)
         print(f"{turn} the restart: ready after {server.seconds:.1f} s", flush=True)
         try:
             for name, load in kept.items():
-                told.append(ask(server, f"{turn} {name}", load, options.vocab, options.profile))
+                told.append(ask(server, f"{turn} {name}", load, options.vocab, calls))
         finally:
             server.stop()
     shutil.rmtree(folder, ignore_errors=True)

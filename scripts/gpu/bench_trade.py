@@ -1,18 +1,19 @@
 """One budget for experts and KV, 35B-A3B shape: decode with memory that is traded, against fixed pools.
 
     PYTHONPATH=src python3 scripts/gpu/bench_trade.py [--seconds 340] [--folder /dev/shm] [--budgets 22.1] [--only mix]
-                                                      [--loads 3]
 
 For a device held to 22.1 and to 14.5 GiB, and for a pool that is traded (no --pool), of 8,192, of 65,536 and of 131,072
 tokens: decode of one sequence at 1,024, 16,384, 65,536 and 131,072 tokens, with random routing and with a skewed one
 (the rows of each router scaled by rank^-0.3; the plan knows the ranks). Contexts are made, not computed: pages of
 zeros. Two sequences at once, of 65,536 and of 1,024 tokens, are the mix: tokens per second of both together, random
-routing. A fixed pool is measured up to twice its tokens: beyond that it reads most of the context over the link at
-every step, and was never the best (a tenth to a quarter of it). Then, traded only, a conversation that grows by a page
-per step from 1,024 to 65,536 tokens, and after it a short one: the longest step over the median, and the seconds until
-the short one is as fast as before. --only mix measures the mix and nothing else, --only skewed the skewed routing. With
-more than half of the experts cold the same point differs by 6 % from load to load: --loads loads every pool so many
-times, in turns, and the table has medians.
+routing. Then, traded only, a conversation that grows by a page per step from 1,024 to 65,536 tokens, and after it a
+short one: the longest step over the median, and the seconds until the short one is as fast as before. --only mix
+measures the mix and nothing else.
+
+With more than half of the experts cold the same point differs by 6 % from one load to the next. So the stages of one
+budget are loaded beside each other, each held to that budget (the card must have room for all, and RAM for their
+experts), and every point is measured in turns: some steps of each stage, then of each again. A fixed pool takes part
+where it holds the context: else it reads pages over the link at every step, at a tenth to a quarter of the speed.
 
 The table comes last, everything as JSON in $OUT. What would begin after --seconds is left out and named. Exit code 1:
 some figure misses its goal (0.97 of the best fixed pool, of the mix 0.95; 3 × the median; 2 s). --device cpu runs the
@@ -29,7 +30,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ import torch
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.bench.synth import write_synthetic
+from rekindle.buffers import STOCK
 from rekindle.build.sizes import loaded_sizes
 from rekindle.build.stage import StageConfig, load_stage, stage_configs
 from rekindle.experts import ExpertSet, RoutingCounts
@@ -56,9 +59,12 @@ MIX = (65_536, 1024)  # tokens of two sequences that run at once
 GOAL, MIX_GOAL, LONGEST, BACK = 0.97, 0.95, 3.0, 2.0  # of the best fixed pool; times the median; seconds
 # The skewed one first: the plan chose the hot experts for it, and a random one would exchange them before that.
 ROUTINGS = (("skewed", SKEW), ("uniform", 0.0))
-SETTLING = 10  # times as many steps as are measured, at most, before they are
+STEPS, ROUNDS = 40, 4  # of every stage at every point
+WARM = 5  # steps of a stage that come before those of its round: others have run meanwhile
+SETTLING = 10  # times as many steps, at most, before the first round
 STARTED = time.perf_counter()
 Row = dict[str, Any]
+Points = dict[str, tuple[float, tuple[int, ...]]]  # the routing's exponent, and the tokens of every sequence
 
 
 def say(text: str) -> None:
@@ -112,18 +118,18 @@ class Bench:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    def decode(self, contexts: Sequence[int], steps: int) -> float:
-        """Median seconds of a step of sequences of these lengths at once, after the expert cache has filled and memory
-        lies where it stays."""
+    def hold(self, contexts: Sequence[int], steps: int) -> range:
+        """Sequences of these lengths live, the expert cache has filled, and memory lies where it stays; their slots."""
         for slot, context in enumerate(contexts):
             self.stage.open(slot)
             self.grow(slot, context)
         slots = range(len(contexts))
-        self.settle(slots, steps)
-        spent = [self.step(*slots) for _ in range(steps)]
+        self.settle(slots, 2 * steps)
+        return slots
+
+    def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self.stage.close(slot)
-        return statistics.median(spent)
 
     def settle(self, slots: Sequence[int], steps: int) -> None:
         """So many steps, and on until as many have changed nothing: units come back one by one."""
@@ -140,7 +146,9 @@ class Bench:
 
     def conversation(self, first: int, last: int, steps: int) -> Row:
         """One that grows by a page per step; then a short one, until it is as fast as before."""
-        before = self.decode([first], steps)
+        held = self.hold([first], steps)
+        before = statistics.median(self.step(*held) for _ in range(steps))
+        self.release(held)
         self.stage.open(0)
         self.grow(0, first)
         spent = list[float]()
@@ -186,24 +194,43 @@ def tiny_config(spec: ModelSpec) -> StageConfig:
     )  # fmt: skip
 
 
-def measure_mix(bench: Bench, contexts: Sequence[int], steps: int, row: Row) -> Row:
-    row["mix"] = len(contexts) / bench.decode(contexts, steps)
-    say(f"{row}")
-    return row
+def holds(pool: int | None, tokens: int) -> bool:
+    """Whether a pool holds nearly all of so many tokens."""
+    return pool is None or tokens <= pool + PAGE * 32
 
 
-def fits(pool: int | None, tokens: int) -> bool:
-    return pool is None or tokens <= 2 * pool
+def speeds(benches: Sequence[Bench], contexts: Sequence[int], steps: int, rounds: int) -> list[list[float]]:
+    """Of each stage, round by round, the median tokens per second of sequences of these lengths at once."""
+    held = [bench.hold(contexts, steps) for bench in benches]
+    spent: list[list[float]] = [[] for _ in benches]
+    for _ in range(rounds):
+        for bench, slots, own in zip(benches, held, spent, strict=True):
+            for _ in range(WARM):
+                bench.step(*slots)
+            own.append(statistics.median(bench.step(*slots) for _ in range(steps)))
+    for bench, slots in zip(benches, held, strict=True):
+        bench.release(slots)
+    return [[len(contexts) / seconds for seconds in own] for own in spent]
 
 
-def measure(
-    bench: Bench, contexts: Sequence[int], steps: int, row: Row, routings: Sequence[tuple[str, float]] = ROUTINGS
-) -> Row:
-    for routing, exponent in routings:
-        bench.skew(exponent)
-        for context in contexts:
-            row[f"{routing} {context}"] = 1 / bench.decode([context], steps)
-    return row
+def measure(benches: Mapping[int | None, Bench], rows: Mapping[int | None, Row], points: Points, steps: int) -> None:
+    """Every point in turns by all stages whose pool holds it; its speed is the median of the rounds."""
+    for key, (exponent, contexts) in points.items():
+        pools = [pool for pool in benches if holds(pool, sum(contexts))]
+        for pool in pools:
+            benches[pool].skew(exponent)
+        found = speeds([benches[pool] for pool in pools], contexts, steps, ROUNDS)
+        for pool, rounds in zip(pools, found, strict=True):
+            rows[pool][key] = statistics.median(rounds)
+            rows[pool].setdefault("rounds", {})[key] = [round(speed, 1) for speed in rounds]
+        say(f"{key}: " + "; ".join(f"{pool or 'traded'} {rows[pool]['rounds'][key]}" for pool in pools))
+
+
+def points_of(contexts: Sequence[int], mix: Sequence[int], only: str) -> Points:
+    single = {
+        f"{name} {context}": (exponent, (context,)) for name, exponent in ROUTINGS for context in contexts
+    }  # fmt: skip
+    return ({} if only == "mix" else single) | {"mix": (0.0, tuple(mix))}
 
 
 def missed_goals(rows: Sequence[Row]) -> list[str]:
@@ -234,9 +261,7 @@ def on_cpu(folder: Path, only: str) -> int:
     file = open_weights(write_synthetic(folder / "tiny-moe.gguf", "tiny-moe"))
     bench = Bench(file, tiny_config(file.spec), RoutingCounts(file.spec.layers, file.spec.ffn.experts))
     row: Row = {"budget": 0, "pool": "traded"}
-    if only != "mix":
-        measure(bench, (128, 512), 2, row)
-    measure_mix(bench, (512, 128), 2, row)
+    measure({None: bench}, {None: row}, points_of((128, 512), (512, 128), only), 2)
     if not only:
         row["conversation"] = bench.conversation(128, 512, 2)
     bench.stage.check()
@@ -253,47 +278,45 @@ def told(rows: Sequence[Row], left_out: Sequence[str]) -> int:
     return 1 if missed else 0
 
 
-def medians(loads: Sequence[Row]) -> Row:
-    """Of several loads of one pool, number by number; the rest is the first one's."""
-    numbers = [key for key in loads[0] if key == "mix" or key.startswith(("uniform", "skewed"))]
-    every = {key: [load[key] for load in loads if key in load] for key in numbers}
-    return {**loads[0], **{key: statistics.median(found) for key, found in every.items()}, "loads": every}
-
-
-def on_gpu(folder: Path, seconds: float, budgets: Sequence[float], only: str, loads: int) -> int:
+def on_gpu(folder: Path, seconds: float, budgets: Sequence[float], only: str) -> int:
     path = folder / "qwen3.6-35b-a3b.gguf"
     if not path.exists():
         write_synthetic(path, "qwen3.6-35b-a3b")
         say("the model is written")
-    file, rows, left_out = open_weights(path), dict[tuple[float, int | None], list[Row]](), list[str]()
+    file, rows, left_out = open_weights(path), list[Row](), list[str]()
     for budget in budgets:
-        for number, pool in ((number, pool) for number in range(loads) for pool in POOLS):
-            if time.perf_counter() - STARTED > seconds:
-                left_out.append(f"{budget} GiB, pool {pool or 'traded'}, load {number + 1}")
-                continue
+        if time.perf_counter() - STARTED > seconds:
+            left_out.append(f"{budget} GiB")
+            continue
+        benches, own = dict[int | None, Bench](), dict[int | None, Row]()
+        for pool in POOLS:
             plan = plan_of(file, budget, pool, ranked=True)
             (config,) = stage_configs(plan, "bfloat16")
-            bench = Bench(file, config, RoutingCounts(file.spec.layers, file.spec.ffn.experts))
+            # Nothing is captured here: pinned memory for it would only be made amid the steps.
+            config = replace(config, slabs=STOCK)
+            benches[pool] = Bench(file, config, RoutingCounts(file.spec.layers, file.spec.ffn.experts))
             even = plan_of(file, budget, pool, ranked=False)
             said = (expected(even, loaded_sizes(file, torch.bfloat16), context) for context in CONTEXTS)
-            row: Row = {"budget": budget, "pool": pool or "traded", "cold": plan.cold}
-            row["expected"] = [round(each.tokens_per_second) for each in said if each is not None]
-            row["CPU takes"] = bench.taken
-            rows.setdefault((budget, pool), []).append(row)
-            if only != "mix":
-                contexts = [context for context in CONTEXTS if fits(pool, context)]
-                say(f"{measure(bench, contexts, 60, row, ROUTINGS[:1] if only == 'skewed' else ROUTINGS)}")
-            if only != "skewed" and fits(pool, sum(MIX)):
-                measure_mix(bench, MIX, 60, row)
-            if pool is None and not only and number == 0:
-                row["conversation"] = bench.conversation(1024, 65_536, 60)
-                say(f"{row['conversation']}; {bench.stage.work()}")
+            own[pool] = {
+                "budget": budget,
+                "pool": pool or "traded",
+                "cold": plan.cold,
+                "CPU takes": benches[pool].taken,
+            }
+            own[pool]["expected"] = [round(each.tokens_per_second) for each in said if each is not None]
+            say(f"{own[pool]}")
+        measure(benches, own, points_of(CONTEXTS, MIX, only), STEPS)
+        if not only:
+            own[None]["conversation"] = benches[None].conversation(1024, 65_536, 2 * STEPS)
+            say(f"{own[None]['conversation']}; {benches[None].stage.work()}")
+        rows += own.values()
+        for bench in benches.values():
             bench.stage.check()
             bench.stage.stop()
-            del bench
-            gc.collect()
-            torch.cuda.empty_cache()
-    return told([medians(found) for found in rows.values()], left_out)
+        del benches, bench
+        gc.collect()
+        torch.cuda.empty_cache()
+    return told(rows, left_out)
 
 
 def main() -> int:
@@ -302,14 +325,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=340)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)), help="GiB")
-    parser.add_argument("--only", default="", choices=("", "mix", "skewed"))
-    parser.add_argument("--loads", type=int, default=1, help="of every pool, in turns")
+    parser.add_argument("--only", default="", choices=("", "mix"))
     options = parser.parse_args()
     budgets = [float(budget) for budget in options.budgets.split(",")]
     with torch.inference_mode():
         if options.device == "cpu":
             return on_cpu(options.folder, options.only)
-        return on_gpu(options.folder, options.seconds, budgets, options.only, options.loads)
+        return on_gpu(options.folder, options.seconds, budgets, options.only)
 
 
 if __name__ == "__main__":

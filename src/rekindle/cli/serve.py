@@ -27,6 +27,7 @@ from rekindle.api.request_log import write_line
 from rekindle.api.traces import Traces
 from rekindle.build import Preset, TextOptions, check_drafter, make_sources, own_cache_folder, read_presets, shared_ram
 from rekindle.cli import options
+from rekindle.cli.interpreter import share_interpreter
 from rekindle.cli.logs import log_as
 from rekindle.cli.server import Server, listen, stop_signals
 from rekindle.config import Config, parse_bytes, parse_shards, printable
@@ -231,19 +232,15 @@ def serve(
     protocol = guarded_protocol(max_connections, header_timeout)
     for number in stop_signals():
         signal.signal(number, lambda number, frame: sys.exit(0))  # while loading; `finally` stops what has started
+    share_interpreter()
     listener = listen(host, port)
     spaces = frozenset(guard.keys.namespaces if guard.keys is not None else {""})
     text = TextOptions(normalise, remember_turns, prepare_next, spaces)
     sources = make_sources(_presets(config, models or [], presets, name), text)
     served = ModelHost(sources, idle_unload)
     traces = Traces(otlp) if otlp is not None else None
-    # The threads that read weights share one interpreter lock with the one that reads the vocabulary, and each of them
-    # needs it for a moment every millisecond.
-    sys.setswitchinterval(0.0001)
     try:
         options.start_with_progress(served, sources[0])
-        # The token loop and the HTTP side share it, too; its default interval, 5 ms, is three tokens long.
-        sys.setswitchinterval(0.0005)
         app = create_app(served, guard, listeners=(write_line, *([traces] if traces is not None else [])))
         asyncio.run(run_in_threadpool(int))  # imports modules that the first request would else import
         # All objects so far stay; without freeze each collection would walk through them while the token loop waits.
