@@ -59,7 +59,7 @@ MIX = (65_536, 1024)  # tokens of two sequences that run at once
 GOAL, MIX_GOAL, LONGEST, BACK = 0.97, 0.95, 3.0, 2.0  # of the best fixed pool; times the median; seconds
 # The skewed one first: the plan chose the hot experts for it, and a random one would exchange them before that.
 ROUTINGS = (("skewed", SKEW), ("uniform", 0.0))
-STEPS, ROUNDS = 40, 4  # of every stage at every point
+STEPS, ROUNDS = 40, 6  # of every stage at every point
 WARM = 5  # steps of a stage that come before those of its round: others have run meanwhile
 SETTLING = 10  # times as many steps, at most, before the first round
 STARTED = time.perf_counter()
@@ -174,9 +174,9 @@ class Bench:
 
 def plan_of(file: WeightFile, budget: float, pool: int | None, ranked: bool) -> Plan:
     machine = Machine((Device("cuda:0", "cuda", int(budget * GIB), rates=card_named("H200").rates),), 256 * GIB)
-    wishes = Wishes(
-        131_072, sequences=16, chunk=2048, pool=pool, lends=pool is None, counts=ranks(file.spec) if ranked else None
-    )
+    """As `rekindle serve` would plan it, which lends idle slots too unless a pool is named."""
+    traded, counts = pool is None, ranks(file.spec) if ranked else None
+    wishes = Wishes(131_072, sequences=16, chunk=2048, pool=pool, lends=traded, lends_slots=traded, counts=counts)
     return make_plan(machine, file.spec, loaded_sizes(file, torch.bfloat16), wishes)
 
 
@@ -190,7 +190,7 @@ def tiny_config(spec: ModelSpec) -> StageConfig:
     hot, cache = tuple(range(experts)), spec.ffn.used
     return StageConfig(
         "cpu", spec.whole, 2, 8, 100, "f32", hot=(hot[: experts - cache],) * layers, cache_slots=(cache,) * layers,
-        lendable=(max(0, experts - cache - 1),) * layers,
+        lendable=(max(0, experts - cache - 1),) * layers, slot_pages=1,
     )  # fmt: skip
 
 
@@ -203,11 +203,13 @@ def speeds(benches: Sequence[Bench], contexts: Sequence[int], steps: int, rounds
     """Of each stage, round by round, the median tokens per second of sequences of these lengths at once."""
     held = [bench.hold(contexts, steps) for bench in benches]
     spent: list[list[float]] = [[] for _ in benches]
+    turns = list(zip(benches, held, spent, strict=True))
     for _ in range(rounds):
-        for bench, slots, own in zip(benches, held, spent, strict=True):
+        for bench, slots, own in turns:
             for _ in range(WARM):
                 bench.step(*slots)
             own.append(statistics.median(bench.step(*slots) for _ in range(steps)))
+        turns.append(turns.pop(0))  # another begins
     for bench, slots in zip(benches, held, strict=True):
         bench.release(slots)
     return [[len(contexts) / seconds for seconds in own] for own in spent]

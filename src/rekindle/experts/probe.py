@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +21,10 @@ log = logging.getLogger("rekindle.experts")
 MANY = 16  # rows of the larger host product
 EIGHT = 8  # experts that are split between PCIe and CPU
 TURNS = 8  # with other experts each time, so that no cache has them
-GAIN = 0.95  # of the time with fewer experts on the CPU, at most; otherwise the CPU takes no more
+GAIN = 0.98  # of the time with fewer experts on the CPU, at most; otherwise the CPU takes no more
+# In a step the CPU's answer takes longer than by itself: its threads meet those of the server, and the slowest counts.
+# Decode of tables made with 0.7 to 2.5 was fastest between 1.0 and 1.3 (docs/LOG.md, 2026-11-18).
+LATE = 1.1
 
 
 def measure_costs(weights: PackedWeights, residency: Residency, hidden: int, dtype: torch.dtype) -> CostModel:
@@ -37,17 +42,47 @@ def measure_costs(weights: PackedWeights, residency: Residency, hidden: int, dty
 
 
 def measure_takes(weights: PackedWeights, cpu_experts: LayerCpuExperts, x: Tensor) -> list[int]:
-    """Of 0, 1, … missing experts, as many as the mailbox takes, how many the CPU should compute: all splits of up to
-    eight are tried, as the device would ask for them; of more it takes the same share."""
+    """Of 0, 1, … missing experts, as many as the mailbox takes, how many the CPU should compute. The link and the CPU
+    are measured each by itself, with up to eight experts, as the device would ask for them; of more the CPU takes the
+    same share."""
     most = min(EIGHT, weights.cold, weights.staging.slots, cpu_experts.box.pairs)
-    splits = _Splits(weights, cpu_experts, x, most)
-    takes = [0]
-    for missing in range(1, most + 1):
-        took = [splits.microseconds(missing, mine) for mine in range(missing + 1)]
-        takes.append(best_split(took))
-        log.info("of %d cold experts the CPU takes %d; µs by how many it takes: %s", missing, takes[-1],
-                 [round(t) for t in took])  # fmt: skip
+    splits, counts = _Splits(weights, cpu_experts, x, most), range(1, most + 1)
+    link = Line.through([splits.microseconds(missing, 0) for missing in counts])
+    cpu = Line.through([splits.microseconds(missing, missing) for missing in counts])
+    takes = share_out(link, cpu, most)
+    log.info("of 0 to %d cold experts the CPU takes %s; the link takes %s, the CPU %s", most, takes, link, cpu)
     return takes + [missing * takes[most] // most for missing in range(most + 1, cpu_experts.box.pairs + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Microseconds of some experts, which grow evenly: the best line through single measurements, a few per cent off
+    each, by which one load of a model would share otherwise than the next."""
+
+    begin: float
+    each: float
+
+    @classmethod
+    def through(cls, took: Sequence[float]) -> Line:
+        """took: by 1, 2, … experts."""
+        if len(took) == 1:
+            return cls(0.0, took[0])
+        each, begin = np.polyfit(range(1, len(took) + 1), took, 1)
+        return cls(float(begin), float(each))
+
+    def of(self, experts: int) -> float:
+        return self.begin + experts * self.each if experts else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.begin:.0f} + {self.each:.1f} µs for each"
+
+
+def share_out(link: Line, cpu: Line, most: int) -> list[int]:
+    """Of 0 to `most` missing experts, how many the CPU should take while the others come over the link."""
+    return [
+        best_split([max(link.of(missing - mine), LATE * cpu.of(mine)) for mine in range(missing + 1)])
+        for missing in range(most + 1)
+    ]
 
 
 def best_split(took: Sequence[float]) -> int:
@@ -75,7 +110,7 @@ class _Splits:
         at = torch.arange(self._ids.shape[1], device=self._x.device)
         self._slots.copy_(torch.where(at < mine, -1, 0).expand_as(self._slots))
         self._load.copy_(torch.where((at >= mine) & (at < missing), self._ids, -1))
-        return _best(self._run, self._x.device, repeats=2) / TURNS
+        return _best(self._run, self._x.device, repeats=5) / TURNS
 
     def _turns(self) -> None:
         for ids, slots, load in zip(self._ids, self._slots, self._load, strict=True):
