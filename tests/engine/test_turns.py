@@ -6,14 +6,17 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from support.answers import arriving_together
 from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens, same_bits
 
-from rekindle.batch import Batch
+from rekindle.batch import Batch, Segment, Wanted
+from rekindle.engine.flight import ChunkSection
 from rekindle.engine.pace import HALVED, LEAST, Pace
+from rekindle.engine.results import Collector
 from rekindle.engine.scheduler import Scheduler, Step
 from rekindle.engine.sequence import Sequence
 from rekindle.engine.state import Decoding, InSlot, Prefilling
@@ -155,6 +158,41 @@ def test_of_a_chunk_that_pauses_as_many_sections_run_at_a_time_as_the_target_all
     pace.note_chunk(2048, 0.0068, share=0.1)
     pace.note_step(0.030)
     assert pace.sections(2048, 10) == 4, "at least for as long as a step: the prompt takes twice its time at most"
+
+
+def test_a_step_that_was_over_before_the_host_looked_lets_in_no_more_of_a_chunk() -> None:
+    """Nobody knows when it was over: the host had captures to finish."""
+    pace = Pace(0.020, grid=2048)
+    pace.note_chunk(2048, 0.068)
+    pace.note_step(0.030, at_most=True)
+    assert pace.sections(2048, 10) == 4, "nothing better is known"
+    pace.note_step(0.003)
+    pace.note_step(0.030, at_most=True)
+    assert pace.sections(2048, 10) == 2
+    for _ in range(20):
+        pace.note_step(0.030, at_most=True)
+    assert pace.sections(2048, 10) == 4, "but steps may have become longer, and the host be late each time"
+
+
+def test_a_host_that_comes_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device had run the step before anybody waited for it."""
+
+    class Event:
+        def __init__(self, over: bool) -> None:
+            self.query, self.synchronize = (lambda: over), (lambda: None)
+
+    section = ChunkSection(Batch((Segment(0, 4, (1,), Wanted.LAST),)))
+    for over in (False, True):
+        section._passed = Event(over)  # type: ignore[assignment]
+        assert section.wait() is over
+    flight = SimpleNamespace(batch=section.batch, owners=(), launched=0.0, began=0.0, behind=None, behind_chunk=False)
+    noted = list[bool]()
+    monkeypatch.setattr(Pace, "note_step", lambda self, seconds, at_most: noted.append(at_most))
+    collector = Collector.__new__(Collector)
+    collector._pace, collector._costs, collector._behind, collector._last_back = Pace(0.02, 2048), None, None, 0.0
+    for was_over in (False, True):
+        collector._note_pace(flight, was_over)  # type: ignore[arg-type]
+    assert noted == [False, True]
 
 
 # Whose turn it is

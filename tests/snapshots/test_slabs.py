@@ -361,7 +361,7 @@ def test_the_stock_is_filled_in_quiet_times_and_at_once_when_little_is_left() ->
     wait_until(lambda: slabs._cleared.qsize() == 6)
     assert pins.asked == 8, "two are left, and launches would wait for the driver"
     pieces.append(slabs.take(1))
-    wait_until(lambda: slabs._ready() > 2 and slabs._ready() + slabs._cleared.qsize() == 8)
+    wait_until(lambda: slabs._ready() >= 2 and slabs._ready() + slabs._cleared.qsize() == 8)
     assert 8 < pins.asked < 8 + 7, "as many as make it enough for now"
     slabs._taken_at -= 3600
     busy, before = True, slabs.rests
@@ -375,6 +375,28 @@ def test_the_stock_is_filled_in_quiet_times_and_at_once_when_little_is_left() ->
     slabs.stop()
     assert slabs.late == 0 and pins.asked == 8 + 7
     assert slabs.idle_bytes == 0
+    del pieces
+
+
+@pytest.mark.parametrize("steps_run", [False, True])
+def test_a_stock_that_is_low_is_filled_slab_by_slab_amid_requests(steps_run: bool) -> None:
+    pins = Pins()
+    slabs = Resting(16, SIZE, pins, calm=0 if steps_run else 3600, apart=3600)
+    wait_for_stock(slabs, 16)
+    slabs.busy = lambda: steps_run
+    pieces = [slabs.take(1) for _ in range(15)]
+    wait_until(lambda: pins.asked == 16 + 1)
+    before = slabs.rests
+    slabs.review()
+    wait_until(lambda: slabs.rests > before)
+    assert pins.asked == 16 + 1, "the next one comes later"
+    slabs._made_at -= 3600
+    slabs.review()
+    wait_until(lambda: pins.asked == 16 + 2)
+    slabs.busy, slabs._calm = (lambda: False), 0
+    slabs.review()
+    wait_until(lambda: slabs._ready() >= 4)  # a fourth is not low any more
+    slabs.stop()
     del pieces
 
 

@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.errors import PoolFull, SnapshotMismatch
+from rekindle.layers import paged
+from rekindle.pool.page_table import HeldPage, PageTable
+from rekindle.snapshots.types import Page
 from rekindle.spec import PAGE, Span
 from rekindle.stages import LocalStage
 
@@ -109,6 +112,50 @@ def test_state_captured_in_one_pool_goes_on_in_any_other(tiny: Any) -> None:
             assert torch.equal(feed(stage, 1, 700, 900), wanted)
             stage.close(1)
             stage.check()
+
+
+@pytest.mark.parametrize(("places", "portions"), [(64, [2, 6, 10, 10]), (11, [2, 6, 10, 10]), (10, [10])])
+def test_pages_travel_while_the_next_are_listed_where_all_have_room(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, places: int, portions: list[int]
+) -> None:
+    """Of 10 and an open one: in portions of 2, 4 and what is left, and the stage asks once more at the end."""
+    monkeypatch.setattr(paged, "FIRST_PORTION", 2)
+    there, stage = tiny.stage(slots=1, pages=64), tiny.stage(slots=1, pages=places, host_pages=64)
+    feed(there, 0, 0, 700)
+    parts, asked, page_in = there.capture(0), list[int](), stage.pool.page_in
+
+    def noted(table: PageTable) -> None:
+        asked.append(len(table.pages[: table.sealed]))
+        page_in(table)
+
+    monkeypatch.setattr(stage.pool, "page_in", noted)
+    stage.restore(0, 700, parts)
+    assert asked == portions
+    assert stage.paging().page_ins == min(10, places - 1)
+    assert stage._tables[0].position == 700
+    assert torch.equal(feed(stage, 0, 700, 900), feed(there, 0, 700, 900))
+    stage.close(0)
+    stage.check()
+
+
+def test_a_restore_that_fails_behind_its_first_pages_leaves_nothing(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "FIRST_PORTION", 2)
+    there, stage = tiny.stage(slots=1, pages=64), tiny.stage(slots=1, pages=64)
+    feed(there, 0, 0, 700)
+    adopted, adopt = list[HeldPage](), stage.pool.adopt
+
+    def seven(copies: tuple[Page, ...]) -> HeldPage:
+        if len(adopted) == 7:
+            raise PoolFull("on paper")
+        adopted.append(adopt(copies))
+        return adopted[-1]
+
+    monkeypatch.setattr(stage.pool, "adopt", seven)
+    with pytest.raises(PoolFull, match="on paper"):
+        stage.restore(0, 700, there.capture(0))
+    assert stage.paging().page_ins == 6 and stage._tables[0].position == 0
+    stage.check()
+    assert stage.pages().used == 0
 
 
 def test_restored_sequences_share_pages_that_are_away(tiny: Any) -> None:

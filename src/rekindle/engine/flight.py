@@ -128,11 +128,14 @@ class _Enqueued:
             self._passed = torch.cuda.Event()
             self._passed.record(torch.cuda.current_stream(device))
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """Until the device has run them: else the host could enqueue all of a prompt, and a request that comes next
-        would wait for the last chunk of it."""
-        if self._passed is not None:
-            self._passed.synchronize()
+        would wait for the last chunk of it. Gives whether it had, before anybody waited: nobody knows since when."""
+        if self._passed is None:
+            return False
+        was_over = self._passed.query()
+        self._passed.synchronize()
+        return was_over
 
 
 class ChunkSection(_Enqueued):

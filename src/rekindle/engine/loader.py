@@ -9,10 +9,11 @@ import numpy as np
 
 from rekindle.engine.state import Loading, Restoring, State, Waiting
 from rekindle.prefix import Lookup, PrefixCache
-from rekindle.snapshots.loading import RANK
-from rekindle.snapshots.rank import stand_back
 
-LOADERS = min(os.cpu_count() or 1, 8)  # threads, one for each snapshot that is read
+# Threads, one for each snapshot that is read: enough to keep all readers at work. They make many small objects, for
+# which they need the interpreter's lock: eight of them kept the token loop waiting for it up to 90 ms. They have the
+# priority of that loop, since one that holds the lock and gets no core would keep it from everyone.
+LOADERS = min(os.cpu_count() or 1, 4)
 
 
 class LoaderThreads:
@@ -20,7 +21,7 @@ class LoaderThreads:
 
     def __init__(self, prefixes: PrefixCache) -> None:
         self._prefixes = prefixes
-        self._threads = ThreadPoolExecutor(LOADERS, "rekindle-loader", stand_back, (RANK,))
+        self._threads = ThreadPoolExecutor(LOADERS, "rekindle-loader")
         # By name space and by the tokens of the snapshot that is read.
         self._reading: dict[tuple[str, bytes], Future[Lookup]] = {}
 

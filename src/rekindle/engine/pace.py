@@ -19,6 +19,7 @@ DOUBLED = 1.5  # times as long that twice the rows take, where nothing is known:
 MOST_DOUBLED = 2.2  # that is believed; the least is as long
 HALVED = 0.75  # half the rows must not take more, or the prompt would wait twice as long for next to nothing
 NEW = 0.5  # weight of what was measured last, beside what was known
+GROWN = 1.2  # times as long as the last one, at most, a step is taken for that was over before the host looked
 FADE = 0.99  # of what is known beside the usual, with every chunk: the machine may have had other work just then
 MOST_STRETCHED = 4  # times the target, while many prompts wait
 
@@ -43,8 +44,11 @@ class Pace:
         self._range = 0, 0  # the smallest and the largest size that was measured
         self._told = self._sizes[0]  # the least size that was spoken of in the log
 
-    def note_step(self, seconds: float) -> None:
-        self._step = seconds
+    def note_step(self, seconds: float, at_most: bool = False) -> None:
+        """at_most: the host came late, the step was over some time before. Once, with four captures to finish, it came
+        15 ms late, and as long a step would have let in that much more of a chunk."""
+        known = self._step
+        self._step = min(seconds, GROWN * known) if at_most and known else seconds
 
     def note_chunk(self, rows: int, seconds: float, share: float = 1.0) -> None:
         """share: of its layers, that ran. Chunks of other sizes, which ended early at a boundary, say nothing of how

@@ -82,6 +82,13 @@ class Restorer:
         self.draw: Draw = draw
         self._loader = LoaderThreads(prefixes)
 
+    def make_ready(self, logits: torch.Tensor) -> None:
+        """Send as many rows to the device as prompts may be restored at once, before the first request: torch keeps the
+        pinned memory, and to make it takes milliseconds."""
+        rows = [logits.pin_memory() for _ in range(self._pipeline.slots)]
+        for row in rows:
+            row.to(self._pipeline.logits_device, non_blocking=True)
+
     def place(self, sequence: Sequence, alone: bool) -> Placement:
         """Fill a free slot with the longest known prefix of the sequence. alone: nothing else runs, so that no page
         will become free by waiting."""

@@ -94,8 +94,8 @@ class Collector:
             self._endings.fail(flight.owners, error)
             return
         flight.draw()
-        flight.wait()
-        self._note_pace(flight)
+        was_over = flight.wait()
+        self._note_pace(flight, was_over)
         if flight.ahead is not None or self._next_waits:  # the device may stand still until the host has gone on
             self._holding += flight.owners
             for owner in flight.owners:
@@ -131,7 +131,7 @@ class Collector:
         """Whether the next flight's draws wait for the tokens of this one, and its forward is under way."""
         return bool(self._flights) and self._flights[0].waits
 
-    def _note_pace(self, flight: Flight) -> None:
+    def _note_pace(self, flight: Flight, was_over: bool = False) -> None:
         """Flights follow one another on the device: each began when it was launched, or when the last came back. What a
         block holds depends on what came back, so the device has stood still meanwhile, and that is the block's cost."""
         last, began = self._last_back, max(flight.began, self._last_back)
@@ -149,7 +149,7 @@ class Collector:
             self._costs.note_step(len(flight.owners), flight.batch.rows, seconds)
         if self._pace is not None:
             if flight.batch.rows == len(flight.batch.segments):
-                self._pace.note_step(self._last_back - began)
+                self._pace.note_step(self._last_back - began, at_most=was_over)
             elif not flight.batch.rewindable:
                 self._note_chunk(flight, self._last_back - began)
 

@@ -106,10 +106,13 @@ class Loader:
         coming = listed.own_bytes + len(wanted) * (listed.page_bytes - PAGE_HEADER)
         own = self._own_memory(listed)
         with Reads(self._readers) as own_reads, Reads(self._readers) as page_reads:
-            own_reads.begin([partial(self._read_own, listed, *each) for each in own])
+            if not own:
+                self._check(listed.own, digest(()))
+            unread = deque(range(len(own)))
+            own_reads.begin([partial(self._read_own, listed, own, number, unread) for number in range(len(own))])
             evict = make_room if coming > self._slabs.spare() else None
             if evict is not None:
-                self._verify_own(listed, own, own_reads)  # alone, so that an altered one evicts nothing
+                own_reads.finish()  # alone, so that an altered one evicts nothing
                 evict(coming)
             runs = self._page_runs(listed, wanted)
             page_reads.begin([partial(self._verify_pages, *batch) for batch in _batches(runs, coming // READERS)])
@@ -120,8 +123,7 @@ class Loader:
                 listed, [columns[name][0] for name in listed.pages], [(run, piece.memory) for run, piece in own]
             )
             fresh = {name: LivePage(*columns[name]) for name in wanted}
-            if evict is None:
-                self._verify_own(listed, own, own_reads)
+            own_reads.finish()
             page_reads.finish()
         tokens = join_tokens([columns[name][1] for name in listed.pages], listed.tail_tokens)
         self._expected.check_tokens(tokens, id, listed.whose)
@@ -143,14 +145,17 @@ class Loader:
         runs = layout.own_runs(listed, self._slabs.size)
         return [(run, self._own_cuts.cut(run.stop - run.start)) for run in runs]
 
-    def _read_own(self, listed: Manifest, run: OwnRun, piece: SlabSlice) -> None:
+    def _read_own(
+        self, listed: Manifest, own: Sequence[tuple[OwnRun, SlabSlice]], number: int, unread: deque[int]
+    ) -> None:
+        """One run of it. unread: as many numbers as runs that are not read yet; whoever takes out the last one verifies
+        all of it, on a reader's thread, whose priority the threads of blake3 have then."""
+        run, piece = own[number]
         piece.slab.make()
         read_whole(self._files, [(self._path(listed.own), run.start, [piece.memory])], listed.own_bytes)
-
-    def _verify_own(self, listed: Manifest, own: Sequence[tuple[OwnRun, SlabSlice]], reads: Reads) -> None:
-        reads.finish()
-        many = listed.own_bytes >= MANY_THREADS
-        self._check(listed.own, digest((piece.memory for _, piece in own), blake3.AUTO if many else 1))
+        if unread.pop() == 0:
+            many = listed.own_bytes >= MANY_THREADS
+            self._check(listed.own, digest((piece.memory for _, piece in own), blake3.AUTO if many else 1))
 
     # Pages
 

@@ -39,7 +39,10 @@ QUIET = 0.25  # seconds without a request for memory, after which the stock is f
 # each other within milliseconds, and the threads that fill what they took need the memory's bandwidth.
 CALM = 0.05
 SPARE_PART = 4  # of what the RAM tier leaves, this part is made ahead
-LOW_PART = 4  # with less than this part of the stock it is filled at once
+LOW_PART = 4  # with less than this part of the stock it is filled at once, …
+# … though amid requests slab by slab, so many seconds apart: to pin one keeps launches waiting for 2 ms, and four in
+# turn kept a request waiting for 7.
+APART = 0.008
 PAUSE = 1.0  # seconds between a refusal of memory for the stock and the next try
 
 Pin = Callable[[int, int], Callable[[], object] | None]  # address, bytes -> what undoes it; None where it is refused
@@ -108,9 +111,11 @@ class Slabs:
         pause: float = PAUSE,
         quiet: float = QUIET,
         calm: float = CALM,
+        apart: float = APART,
     ) -> None:
         """stock: slabs that are kept ready; pause: seconds before memory that was refused is asked for again; quiet and
-        calm: seconds without a request before the stock is filled, and before memory is cleared for it."""
+        calm: seconds without a request before the stock is filled, and before memory is cleared for it; apart: seconds
+        between two slabs that are made amid requests."""
         self.size = size
         self.refused = 0  # times that the system gave no memory for the stock, or the driver did not pin a slab
         self.late = 0  # slabs that were asked for when none was ready
@@ -119,7 +124,8 @@ class Slabs:
         self._stock = stock
         self._driver = pin
         self._pin = None if pin is None else self._ask_driver
-        self._pause, self._quiet, self._calm = pause, quiet, calm
+        self._pause, self._quiet, self._calm, self._apart = pause, quiet, calm, apart
+        self._made_at = -apart  # when the last one was made for a stock that was low; by a monotonic clock
         self._taken_at = -max(quiet, calm)  # when a slab was asked for, or a load ended, last; by a monotonic clock
         self._readings = 0  # loads under way
         self._pinning = threading.Lock()  # one at a time: launches wait for the driver's own lock
@@ -220,7 +226,7 @@ class Slabs:
         while not self._stopped and self._news.get():
             while not self._stopped and (missing := self._wanted() - self._ready()) > 0:
                 if LOW_PART * self._ready() < self._stock:
-                    self._restock(missing)
+                    self._restock_low(missing)
                 elif (wait := self._until_quiet_for(self._calm)) > 0:
                     self._trim()
                     self._rest(wait)
@@ -233,6 +239,15 @@ class Slabs:
                 else:
                     self._restock(1)  # a request may come any moment
             self._trim()
+
+    def _restock_low(self, missing: int) -> None:
+        if not self.busy() and self._until_quiet_for(self._calm) <= 0:
+            self._restock(missing)
+        elif (wait := self._made_at + self._apart - time.monotonic()) > 0:
+            self._rest(wait)
+        else:
+            self._restock(1)
+            self._made_at = time.monotonic()
 
     def _until_quiet_for(self, seconds: float) -> float:
         """Seconds until nobody has asked for memory for so long, at the earliest."""
