@@ -36,6 +36,8 @@ from rekindle.stages import Pipeline
 
 log = logging.getLogger("rekindle.engine")
 
+ROWS_READY = 8  # of logits in pinned memory: as many prompts may be restored one behind the other
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -83,9 +85,9 @@ class Restorer:
         self._loader = LoaderThreads(prefixes)
 
     def make_ready(self, logits: torch.Tensor) -> None:
-        """Send as many rows to the device as prompts may be restored at once, before the first request: torch keeps the
+        """Send some rows to the device before the first request, as prompts do that are restored whole: torch keeps the
         pinned memory, and to make it takes milliseconds."""
-        rows = [logits.pin_memory() for _ in range(self._pipeline.slots)]
+        rows = [logits.pin_memory() for _ in range(ROWS_READY)]
         for row in rows:
             row.to(self._pipeline.logits_device, non_blocking=True)
 
