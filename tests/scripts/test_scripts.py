@@ -37,6 +37,7 @@ ELSEWHERE = {  # scripts that other tests start, or import whole
     "gpu/check_pool.py": "gpu/test_checks.py",
     "gpu/check_snapshots.py": "gpu/test_checks.py",
     "gpu/check_truth.py": "gpu/test_checks.py",
+    "gpu/timeline.py": "scripts/test_scripts.py",
 }
 
 
@@ -160,6 +161,11 @@ def test_what_a_token_costs_a_servers_threads_is_measured(golden: Path) -> None:
     assert len(told["rounds"]) == 1 and told["rounds"][0]["tokens_per_second"] > 0
 
 
+def test_how_threads_share_the_interpreter_is_measured() -> None:
+    told = result_of("bench_interpreter.py", "--seconds", "0.05", "--readers", "2")
+    assert len(told) == 5 and all(row["p99_ms"] >= row["p50_ms"] > 0 and row["readers"] == 2 for row in told)
+
+
 def test_what_points_inside_a_prompt_cost_is_measured(golden: Path) -> None:
     small = ["--prompt", "1100", "--rounds", "1", "--threads", "1"]
     told = result_of("bench_lattice.py", golden / "tiny-qwen35-Q4_K_M.gguf", *small, misses_goal=True)
@@ -238,6 +244,16 @@ def test_the_cost_of_a_schema_is_measured_beside_plain_answers(tmp_path: Path) -
     lines = run_script("gpu/bench_serve.py", *small, "--serve", "--threads 1 --draft off", OUT=str(tmp_path))
     assert [int(line.split("|")[0]) for line in lines[-3:-1]] == [1, 3]
     assert all(row["plain"][0] > 0 and row["grammar"][0] > 0 for row in json.loads(lines[-1]))
+
+
+def test_what_a_server_did_while_a_client_waited_is_told(tmp_path: Path) -> None:
+    small = ["--shape", "tiny", "--folder", str(tmp_path), "--context", "1024", "--sequences", "4", "--vocab", "400"]
+    small += ["--only", "new", "--timeline", "--serve", "--threads 1 --draft off"]
+    lines = run_script("gpu/bench_serve.py", *small, OUT=str(tmp_path))
+    waits = [line for line in lines if re.search(r"prompt 512, (first token|gap behind event \d+): ", line)]
+    assert len(waits) == 2
+    first = lines[lines.index(waits[0]) + 1 : lines.index(waits[1])]
+    assert any("engine" in line and "LocalStage.forward" in line for line in first), first
 
 
 def test_memory_that_is_traded_is_measured(tmp_path: Path) -> None:

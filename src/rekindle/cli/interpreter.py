@@ -6,11 +6,11 @@ import ctypes
 import sys
 
 # Requests are read and tokens are sent by one thread, steps are launched by another, and every call into torch lets go
-# of the interpreter's lock. Whoever wants it back from a thread that is busy in Python asks after this time, seconds:
-# with the default of 5 ms that is three tokens long, and a capture of 20 calls waits 20 times. Below 10 µs threads that
-# wait take the processor's time from the one that works.
-TURN = 0.00002
-# How much later than asked the system may end a wait, nanoseconds: its default of 50 µs would be most of it.
+# of the interpreter's lock. Whoever wants it back from a thread that is busy in Python asks for it after so many
+# seconds: Python's 5 ms are three tokens long. Each thread that waits wakes up as often: with 20 µs a few threads wait
+# for less, and the sixteen that read snapshots take the processors from everyone (scripts/bench_interpreter.py).
+TURN = 0.0001
+# How much later than asked the system may end a wait, nanoseconds: its default of 50 µs would be half a turn more.
 TIMER_SLACK = 1000
 PR_SET_TIMERSLACK = 29  # of prctl(2)
 

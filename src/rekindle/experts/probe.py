@@ -47,15 +47,15 @@ def measure_takes(weights: PackedWeights, cpu_experts: LayerCpuExperts, x: Tenso
     same share."""
     most = min(EIGHT, weights.cold, weights.staging.slots, cpu_experts.box.pairs)
     splits, counts = _Splits(weights, cpu_experts, x, most), range(1, most + 1)
-    link = Line.through([splits.microseconds(missing, 0) for missing in counts])
-    cpu = Line.through([splits.microseconds(missing, missing) for missing in counts])
+    link = EvenTimes.through([splits.microseconds(missing, 0) for missing in counts])
+    cpu = EvenTimes.through([splits.microseconds(missing, missing) for missing in counts])
     takes = share_out(link, cpu, most)
     log.info("of 0 to %d cold experts the CPU takes %s; the link takes %s, the CPU %s", most, takes, link, cpu)
     return takes + [missing * takes[most] // most for missing in range(most + 1, cpu_experts.box.pairs + 1)]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class EvenTimes:
     """Microseconds of some experts, which grow evenly: the best line through single measurements, a few per cent off
     each, by which one load of a model would share otherwise than the next."""
 
@@ -63,7 +63,7 @@ class Line:
     each: float
 
     @classmethod
-    def through(cls, took: Sequence[float]) -> Line:
+    def through(cls, took: Sequence[float]) -> EvenTimes:
         """took: by 1, 2, … experts."""
         if len(took) == 1:
             return cls(0.0, took[0])
@@ -77,7 +77,7 @@ class Line:
         return f"{self.begin:.0f} + {self.each:.1f} µs for each"
 
 
-def share_out(link: Line, cpu: Line, most: int) -> list[int]:
+def share_out(link: EvenTimes, cpu: EvenTimes, most: int) -> list[int]:
     """Of 0 to `most` missing experts, how many the CPU should take while the others come over the link."""
     return [
         best_split([max(link.of(missing - mine), LATE * cpu.of(mine)) for mine in range(missing + 1)])
