@@ -101,7 +101,7 @@ def main() -> None:
             print(f"{readers:7d} {row['turn_us']:6.0f} {row['slack_us']:6.0f} {row['alone_ms']:7.2f} "
                   f"{row['p50_ms']:7.2f} {row['p99_ms']:7.2f} {row['written_per_second']:9.0f}{own}")  # fmt: skip
     print("µs; ms of a step alone and beside the others; texts written a second")
-    print(json.dumps(rows))
+    print(json.dumps({"rows": rows}))
 
 
 if __name__ == "__main__":
