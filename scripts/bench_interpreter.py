@@ -4,8 +4,9 @@
 
 The thread waits 0.3 ms for a device, then makes 40 small calls into torch, each of which lets go of the lock. Another
 thread writes JSON for 3 ms and waits for 0.5 ms, over and over, as the event loop does with tokens for many clients.
-Readers do without the lock for 0.2 ms and need it for some 10 µs, as threads that load snapshots. A turn of 5 ms is
-Python's own; `rekindle serve` has the one that is marked. Prints a table; the last line is JSON.
+Readers do without the lock for 0.2 ms and need it for some 10 µs, as threads that load snapshots. A turn is the time
+after which a waiting thread asks for the lock: 5 ms is Python's own, `rekindle serve` has the one that is marked.
+Prints a table; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,16 +21,9 @@ from collections.abc import Callable
 
 import torch
 
-from rekindle.cli.interpreter import PR_SET_TIMERSLACK, TIMER_SLACK, TURN
+from rekindle.cli.serve import TURN
 
-SYSTEM_SLACK = 50_000  # nanoseconds, of Linux
-SETTINGS = (  # seconds, nanoseconds
-    (0.005, SYSTEM_SLACK),
-    (0.0005, SYSTEM_SLACK),
-    (TURN, SYSTEM_SLACK),
-    (TURN, TIMER_SLACK),
-    (0.00002, TIMER_SLACK),
-)
+TURNS = (0.005, 0.0005, TURN, 0.00002)  # seconds
 CALLS, WAITED = 40, 0.0003
 
 libc = ctypes.CDLL(None)
@@ -61,10 +55,8 @@ def read(stop: threading.Event) -> None:
             pass
 
 
-def measure(turn: float, slack: int, readers: int, seconds: float) -> dict[str, float]:
-    """slack: nanoseconds, of this thread and those that it starts."""
+def measure(turn: float, readers: int, seconds: float) -> dict[str, float]:
     sys.setswitchinterval(turn)
-    libc.prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(slack), 0, 0, 0)
     stop, written, values = threading.Event(), [0], torch.zeros(64)
     alone = sorted(step(values) for _ in range(20))
     works: list[Callable[[], None]] = [lambda: write(stop, written), *[lambda: read(stop)] * readers]
@@ -80,7 +72,7 @@ def measure(turn: float, slack: int, readers: int, seconds: float) -> dict[str, 
         thread.join()
     spent.sort()
     return {
-        "turn_us": turn * 1e6, "slack_us": slack / 1e3, "readers": readers, "alone_ms": 1e3 * alone[len(alone) // 2],
+        "turn_us": turn * 1e6, "readers": readers, "alone_ms": 1e3 * alone[len(alone) // 2],
         "p50_ms": 1e3 * spent[len(spent) // 2], "p99_ms": 1e3 * spent[len(spent) * 99 // 100],
         "written_per_second": written[0] / took,
     }  # fmt: skip
@@ -93,13 +85,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = list[dict[str, float]]()
-    print("readers   turn  slack   alone     p50     p99   written")
+    print("readers   turn   alone     p50     p99   written")
     for readers in options.readers or (0, 6, 16):
-        for turn, slack in SETTINGS:
-            rows.append(row := measure(turn, slack, readers, options.seconds))
-            own = "  as served" if (turn, slack) == (TURN, TIMER_SLACK) else ""
-            print(f"{readers:7d} {row['turn_us']:6.0f} {row['slack_us']:6.0f} {row['alone_ms']:7.2f} "
-                  f"{row['p50_ms']:7.2f} {row['p99_ms']:7.2f} {row['written_per_second']:9.0f}{own}")  # fmt: skip
+        for turn in TURNS:
+            rows.append(row := measure(turn, readers, options.seconds))
+            times = f"{row['alone_ms']:7.2f} {row['p50_ms']:7.2f} {row['p99_ms']:7.2f}"
+            own = "  as served" if turn == TURN else ""
+            print(f"{readers:7d} {row['turn_us']:6.0f} {times} {row['written_per_second']:9.0f}{own}")
     print("µs; ms of a step alone and beside the others; texts written a second")
     print(json.dumps({"rows": rows}))
 

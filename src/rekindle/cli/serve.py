@@ -27,7 +27,6 @@ from rekindle.api.request_log import write_line
 from rekindle.api.traces import Traces
 from rekindle.build import Preset, TextOptions, check_drafter, make_sources, own_cache_folder, read_presets, shared_ram
 from rekindle.cli import options
-from rekindle.cli.interpreter import share_interpreter
 from rekindle.cli.logs import log_as
 from rekindle.cli.server import Server, listen, stop_signals
 from rekindle.config import Config, parse_bytes, parse_shards, printable
@@ -36,6 +35,10 @@ from rekindle.errors import BadConfig
 log = logging.getLogger("rekindle")
 
 KEY_VARIABLE = "REKINDLE_API_KEY"
+# Seconds after which a thread asks for the interpreter's lock that another keeps. The threads that read weights need it
+# for a moment every millisecond; later one launches steps, and every call into torch lets go of it, beside one that
+# sends tokens. Python's 5 ms are three tokens long. What each turn costs: scripts/bench_interpreter.py.
+TURN = 0.0001
 DEFAULTS, GUARD = Config(), Guard()
 
 
@@ -232,7 +235,7 @@ def serve(
     protocol = guarded_protocol(max_connections, header_timeout)
     for number in stop_signals():
         signal.signal(number, lambda number, frame: sys.exit(0))  # while loading; `finally` stops what has started
-    share_interpreter()
+    sys.setswitchinterval(TURN)
     listener = listen(host, port)
     spaces = frozenset(guard.keys.namespaces if guard.keys is not None else {""})
     text = TextOptions(normalise, remember_turns, prepare_next, spaces)
