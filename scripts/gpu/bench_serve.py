@@ -67,6 +67,7 @@ signal.signal(signal.SIGUSR2, dump)
 """
 
 
+LONG = 0.03  # seconds of a call that is told of a start
 WATCHED = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import timeline; timeline.watch(%r)\n"
 
 
@@ -136,6 +137,13 @@ def ask(server: Server, name: str, load: Load, vocab: int, calls: Path | None) -
     if calls is not None:
         tell_waits(answers, calls)
     return {"line": name, "rows": [row.as_dict() for row in rows]}
+
+
+def tell_start(server: Server, calls: Path | None) -> None:
+    print(f"ready after {server.seconds:.1f} s", flush=True)
+    if calls is not None:
+        server.dump()
+        print(*between(calls, server.began, server.began + server.seconds, LONG), sep="\n", flush=True)
 
 
 def tell_waits(answers: list[ServedAnswer], calls: Path) -> None:
@@ -268,7 +276,7 @@ def main() -> None:
     if lines:
         # No disk: a file of random weights is the same each time, and the next run would find its prompts.
         server = Server([*common, "--cache-disk", "0"], log, before, options.source)
-        print(f"ready after {server.seconds:.1f} s", flush=True)
+        tell_start(server, calls)
         try:
             for name, load in lines.items():
                 told.append(ask(server, name, load, options.vocab, calls))
@@ -278,7 +286,8 @@ def main() -> None:
     folder = options.folder / "rekindle-bench-snapshots"
     for turn in ("before", "after") if kept else ():
         server = Server([*common, "--cache-dir", str(folder)], log, before, options.source)
-        print(f"{turn} the restart: ready after {server.seconds:.1f} s", flush=True)
+        print(f"{turn} the restart: ", end="")
+        tell_start(server, calls)
         try:
             for name, load in kept.items():
                 told.append(ask(server, f"{turn} {name}", load, options.vocab, calls))

@@ -1,8 +1,8 @@
 """What a server did while a client waited: its calls that took long, by thread, on the client's clock.
 
-`bench_serve.py --timeline` starts servers with `watch` and prints, for the longest gap of each line and for a usual
-wait for a first token, the calls that lie in it. Beside the time a call took stands the processor's time of its thread:
-what is missing was spent waiting, for the device, the interpreter's lock or the driver's.
+`bench_serve.py --timeline` starts servers with `watch` and prints the calls of the start, of the longest gap of each
+line and of a usual wait for a first token. Beside the time a call took stands the processor's time of its thread: what
+is missing was spent waiting, for the device, the interpreter's lock or the driver's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,16 @@ from typing import Any, NamedTuple
 
 LEAST = 0.0003  # seconds of a call that is told
 CALLS = (
+    "rekindle.build.engine:_build",
+    "rekindle.build.engine:machine_of",
+    "rekindle.build.engine:_plans",
+    "rekindle.build.engine:_load_stages",
+    "rekindle.build.model:Model._read",
+    "rekindle.build.model:Model.wait_for_text",
+    "rekindle.layers.load:_Loader.load",
+    "rekindle.stages.recording:Recording.record_all",
+    "rekindle.stages.graphs:GraphRecorder.__call__",
+    "rekindle.engine.engine:Engine.make_ready",
     "rekindle.engine.inbox:Inbox.submit",
     "rekindle.engine.inbox:Inbox.receive",
     "rekindle.engine.admission:Admission.admit",
@@ -122,12 +132,12 @@ def _callback(handle: asyncio.Handle) -> str:
     return " " + repr(handle)[:90].replace("\n", " ")
 
 
-def between(told: Path, began: float, ended: float) -> list[str]:
-    """For the client: a line for each call that overlaps that time, by its beginning."""
+def between(told: Path, began: float, ended: float, least: float = LEAST) -> list[str]:
+    """For the client: a line for each call of so many seconds that overlaps that time, by its beginning."""
     calls = sorted(Call(*each) for each in json.loads(told.read_text()))
     return [
         f"    {1000 * (call.began - began):8.2f} ms  {1000 * call.seconds:7.2f} ms, {1000 * call.worked:6.2f} of work  "
         f"{call.thread:20.20s} {call.name}"
         for call in calls
-        if call.began < ended and call.began + call.seconds > began
+        if call.seconds >= least and call.began < ended and call.began + call.seconds > began
     ]
