@@ -62,6 +62,7 @@ ROUTINGS = (("skewed", SKEW), ("uniform", 0.0))
 STEPS, ROUNDS = 40, 6  # of every stage at every point
 WARM = 5  # steps of a stage that come before those of its round: others have run meanwhile
 SETTLING = 10  # times as many steps, at most, before the first round
+MOST_STEPS = 2 * STEPS * SETTLING + ROUNDS * (WARM + STEPS)  # of one point
 STARTED = time.perf_counter()
 Row = dict[str, Any]
 Points = dict[str, tuple[float, tuple[int, ...]]]  # the routing's exponent, and the tokens of every sequence
@@ -119,10 +120,12 @@ class Bench:
         return time.perf_counter() - start
 
     def hold(self, contexts: Sequence[int], steps: int) -> range:
-        """Sequences of these lengths live, the expert cache has filled, and memory lies where it stays; their slots."""
+        """Sequences of about these lengths live, the expert cache has filled, and memory lies where it stays; their
+        slots. Behind the steps to come they are no longer than that, unless they are short, so that a pool of as many
+        tokens holds them."""
         for slot, context in enumerate(contexts):
             self.stage.open(slot)
-            self.grow(slot, context)
+            self.grow(slot, context - min(MOST_STEPS, context // 16))
         slots = range(len(contexts))
         self.settle(slots, 2 * steps)
         return slots
@@ -173,8 +176,8 @@ class Bench:
 
 
 def plan_of(file: WeightFile, budget: float, pool: int | None, ranked: bool) -> Plan:
-    machine = Machine((Device("cuda:0", "cuda", int(budget * GIB), rates=card_named("H200").rates),), 256 * GIB)
     """As `rekindle serve` would plan it, which lends idle slots too unless a pool is named."""
+    machine = Machine((Device("cuda:0", "cuda", int(budget * GIB), rates=card_named("H200").rates),), 256 * GIB)
     traded, counts = pool is None, ranks(file.spec) if ranked else None
     wishes = Wishes(131_072, sequences=16, chunk=2048, pool=pool, lends=traded, lends_slots=traded, counts=counts)
     return make_plan(machine, file.spec, loaded_sizes(file, torch.bfloat16), wishes)
@@ -195,8 +198,8 @@ def tiny_config(spec: ModelSpec) -> StageConfig:
 
 
 def holds(pool: int | None, tokens: int) -> bool:
-    """Whether a pool holds nearly all of so many tokens."""
-    return pool is None or tokens <= pool + PAGE * 32
+    """Whether a pool holds so many tokens, or nearly all of a mix."""
+    return pool is None or tokens <= pool + MIX[1]
 
 
 def speeds(benches: Sequence[Bench], contexts: Sequence[int], steps: int, rounds: int) -> list[list[float]]:

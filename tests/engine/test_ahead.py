@@ -330,7 +330,7 @@ def test_while_a_block_is_chosen_the_device_stands_still_at_its_cost(monkeypatch
     monkeypatch.setattr("rekindle.engine.results.time.monotonic", lambda: 15.0)
     noted = list[tuple[int, float]]()
     collector = Collector.__new__(Collector)
-    collector._pace, collector._costs, collector._behind = None, Costs(), None
+    collector._pace, collector._costs, collector._behind, collector._was_over = None, Costs(), None, False
     monkeypatch.setattr(Costs, "note_step", lambda self, sequences, rows, seconds: noted.append((rows, seconds)))
     owner = SimpleNamespace(decoding=True)
     for tokens in ((1,), (1, 2, 3)):
@@ -339,13 +339,13 @@ def test_while_a_block_is_chosen_the_device_stands_still_at_its_cost(monkeypatch
         flight = SimpleNamespace(
             batch=batch, owners=(owner,), launched=12.0, began=12.0, ahead=None, behind=None, behind_chunk=False
         )
-        collector._note_pace(flight)  # type: ignore[arg-type]
+        collector._note_pace(flight, False)  # type: ignore[arg-type]
     assert noted == [(1, 3.0), (3, 5.0)]
     collector._behind = PassBehind(0, torch.zeros(1, 4), 0.0, Stopwatch(CPU))
-    collector._note_pace(flight)  # type: ignore[arg-type]
+    collector._note_pace(flight, False)  # type: ignore[arg-type]
     assert len(noted) == 2, "a step that has waited for a pass which nobody uses says nothing"
     flight.behind_chunk, collector._behind = True, None
-    collector._note_pace(flight)  # type: ignore[arg-type]
+    collector._note_pace(flight, False)  # type: ignore[arg-type]
     assert len(noted) == 2, "nor one behind the rest of a chunk"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.snapshot_lab import PLENTY, Answer, Lab, random_tokens, wait_until
 
+from rekindle.engine import loader
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import FinishReason, Started, Token
 from rekindle.errors import BadSnapshotFile
@@ -129,6 +130,55 @@ def test_who_comes_second_for_the_same_snapshot_finds_it_in_ram(lab: Lab, disk: 
     stats = engine.prefixes.stats()
     assert (stats.lookups, stats.hits, stats.restored) == (2, {"disk": 1, "ram": 1}, {"disk": 150, "ram": 150})
     assert engine.status().restored_tokens == 300
+    engine.stop()
+
+
+def test_many_that_come_for_one_snapshot_keep_no_thread_from_another(
+    lab: Lab, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "LOADERS", 2)
+    engine = lab.engine(tmp_path)
+    prompts = [STORED, Prompt(random_tokens(130, 9))]
+    assert Answer(engine, prompts[1]).finished
+    engine.stop()
+    disk = GatedStore(tmp_path)
+    engine = engine_over(lab, disk, slots=5)
+    same = [Answer(engine, STORED) for _ in range(4)]
+    other = Answer(engine, prompts[1])
+    wait_until(lambda: disk.reads == 2)
+    engine.cancel(same[2].id)
+    disk.gate.set()
+    assert other.finished.cache.restored_from["disk"] == 130
+    tiers = [answer.finished.cache.restored_from for answer in same if answer is not same[2]]
+    assert [tier["disk"] for tier in tiers] == [150, 0, 0] and [tier["ram"] for tier in tiers] == [0, 150, 150]
+    assert disk.reads == 2
+    engine.stop()
+    assert all(entry.pins == 0 for entry in engine.prefixes.entries())
+
+
+def test_a_read_that_fails_leaves_the_next_for_the_same_snapshot_its_turn(lab: Lab, disk: GatedStore) -> None:
+    engine = engine_over(lab, disk)
+    disk.bad = {150}
+    first, second = Answer(engine, STORED), Answer(engine, STORED)
+    disk.gate.set()
+    assert first.finished.cache.restored_from["disk"] == 100
+    assert second.finished.cache.restored_from["disk"] + second.finished.cache.restored_from["ram"] >= 100
+    engine.stop()
+
+
+def test_a_read_for_which_there_is_no_thread_fails_its_request(
+    lab: Lab, disk: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_over(lab, disk)
+
+    def refuse(work: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(engine._restorer._loader._threads, "submit", refuse)
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="can't start new thread"):
+            assert Answer(engine, STORED).finished
+    assert Answer(engine, Prompt(random_tokens(40, 2))).finished.reason is FinishReason.LENGTH
     engine.stop()
 
 

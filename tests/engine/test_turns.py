@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from support.answers import arriving_together
 from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens, same_bits
 
-from rekindle.batch import Batch, Segment, Wanted
-from rekindle.engine.flight import ChunkSection
+from rekindle.batch import Batch
+from rekindle.engine.flight import Flight, Flights
 from rekindle.engine.pace import HALVED, LEAST, Pace
 from rekindle.engine.results import Collector
 from rekindle.engine.scheduler import Scheduler, Step
@@ -23,6 +23,7 @@ from rekindle.engine.state import Decoding, InSlot, Prefilling
 from rekindle.engine.types import Request, Sampling
 from rekindle.prompt import Prompt
 from rekindle.stages import Pipeline
+from rekindle.stages.types import StageOutput
 
 # The pace
 
@@ -174,25 +175,31 @@ def test_a_step_that_was_over_before_the_host_looked_lets_in_no_more_of_a_chunk(
     assert pace.sections(2048, 10) == 4, "but steps may have become longer, and the host be late each time"
 
 
+class Over:
+    """An event of the device: whether it had passed before anybody waited."""
+
+    def __init__(self, over: bool) -> None:
+        self.query, self.synchronize = (lambda: over), (lambda: None)
+
+
 def test_a_host_that_comes_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device had run the step before anybody waited for it."""
-
-    class Event:
-        def __init__(self, over: bool) -> None:
-            self.query, self.synchronize = (lambda: over), (lambda: None)
-
-    section = ChunkSection(Batch((Segment(0, 4, (1,), Wanted.LAST),)))
-    for over in (False, True):
-        section._passed = Event(over)  # type: ignore[assignment]
-        assert section.wait() is over
-    flight = SimpleNamespace(batch=section.batch, owners=(), launched=0.0, began=0.0, behind=None, behind_chunk=False)
-    noted = list[bool]()
-    monkeypatch.setattr(Pace, "note_step", lambda self, seconds, at_most: noted.append(at_most))
+    """Three steps of 3 ms, launched 1 ms after each other. The host sees the first in time, the others 20 ms later, at
+    once: of the second it knows that it took no longer, of the third nothing. One launched later is timed again."""
+    now, noted = [0.0], list[tuple[float, bool]]()
+    monkeypatch.setattr("rekindle.engine.results.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(Pace, "note_step", lambda self, seconds, at_most: noted.append((round(seconds, 3), at_most)))
     collector = Collector.__new__(Collector)
-    collector._pace, collector._costs, collector._behind, collector._last_back = Pace(0.02, 2048), None, None, 0.0
-    for was_over in (False, True):
-        collector._note_pace(flight, was_over)  # type: ignore[arg-type]
-    assert noted == [False, True]
+    collector._pace, collector._costs, collector._behind = Pace(0.02, 2048), None, None
+    collector._last_back, collector._was_over = 0.0, False
+    collector._flights, collector._holding = Flights(), ()
+    for began, looked, over in ((0.0, 0.003, False), (0.001, 0.023, True), (0.002, 0.0231, True), (0.03, 0.033, False)):
+        done: Future[StageOutput] = Future()
+        done.set_result(StageOutput(None, None))
+        flight = Flight(Batch(()), (), done, launched=began)
+        flight.began, flight._passed = began, Over(over)  # type: ignore[assignment]
+        now[0] = looked
+        collector._collect(flight)
+    assert noted == [(0.003, False), (0.02, True), (0.003, False)]
 
 
 # Whose turn it is

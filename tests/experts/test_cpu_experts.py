@@ -6,6 +6,7 @@ import mmap
 import re
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,16 @@ def test_every_load_of_a_model_shares_alike() -> None:
     second = (48.6, 88.8, 129.4, 169.8, 210.1, 250.8, 291.4, 335.3), (56.4, 69.1, 82.7, 98.5, 109.5, 128.9, 152, 169.7)
     for link, cpu in (first, second):
         assert share_out(EvenTimes.through(link), EvenTimes.through(cpu), 8) == [0, 0, 1, 2, 2, 3, 4, 4, 5]
+
+
+def test_a_measurement_far_off_and_times_that_fall_change_little() -> None:
+    link, cpu = (50, 90, 130, 170, 210, 250, 290, 330), (60, 75, 90, 105, 120, 135, 150, 900)
+    line = EvenTimes.through(cpu)
+    assert line.of(1) == pytest.approx(60, abs=3) and line.of(7) == pytest.approx(150, abs=3)
+    shares = share_out(EvenTimes.through(link), line, 8)
+    assert all(0 <= after - before <= 1 for before, after in pairwise(shares)), shares
+    falling = EvenTimes.through([50.0, 49.0, 48.0])
+    assert falling.each == 0 and falling.of(2) == pytest.approx(49)
 
 
 def test_a_line_through_even_times_is_those_times() -> None:

@@ -384,19 +384,23 @@ def test_a_stock_that_is_low_is_filled_slab_by_slab_amid_requests(steps_run: boo
     slabs = Resting(16, SIZE, pins, calm=0 if steps_run else 3600, apart=3600)
     wait_for_stock(slabs, 16)
     slabs.busy = lambda: steps_run
-    pieces = [slabs.take(1) for _ in range(15)]
-    wait_until(lambda: pins.asked == 16 + 1)
+    large = slabs.take(100 * SIZE)
+    large.slab.make()
+    pieces = [slabs.take(1) for _ in range(14)]
+    wait_until(lambda: pins.asked == 17 + 1)
     before = slabs.rests
     slabs.review()
     wait_until(lambda: slabs.rests > before)
-    assert pins.asked == 16 + 1, "the next one comes later"
+    assert pins.asked == 17 + 1, "the next one comes later"
+    del large
+    wait_until(lambda: slabs.idle_bytes <= 16 * SIZE)  # and what is too much is given back meanwhile
     slabs._made_at -= 3600
     slabs.review()
-    wait_until(lambda: pins.asked == 16 + 2)
-    slabs.busy, slabs._calm = (lambda: False), 0
-    slabs.review()
-    wait_until(lambda: slabs._ready() >= 4)  # a fourth is not low any more
+    wait_until(lambda: pins.asked == 17 + 2)
+    pieces += [slabs.take(1) for _ in range(3)]  # one is left, and nobody shall have to make his own
+    wait_until(lambda: slabs._ready() >= 4)
     slabs.stop()
+    assert slabs.late == 1, "the large one"
     del pieces
 
 

@@ -8,9 +8,6 @@ from collections.abc import Callable
 
 PAUSE = 30.0  # seconds between two full collections of an idle server …
 LONGEST = 600.0  # … and of one that is never idle
-# Of the youngest objects, before those of middle age are looked at too: with Python's 10 that takes 3 ms amid an
-# answer, with 3 a third of it, and all of it together takes as long, since nothing is looked at twice.
-YOUNGEST = 3
 NEVER = 1 << 30  # collections of younger objects before a full one
 
 
@@ -20,7 +17,7 @@ class FullCollections:
     is young is collected as ever, and snapshots need none of it: they go with the last reference to them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        gc.set_threshold(gc.get_threshold()[0], YOUNGEST, NEVER)
+        gc.set_threshold(*gc.get_threshold()[:2], NEVER)
         self._clock = clock
         self._last = clock()
 

@@ -144,7 +144,6 @@ class Engine:
                 warm_up_draws(logits)
                 DrawnTokens(argmax(logits)).on_host()
                 self._publisher.make_ready(logits[0])
-                self._restorer.make_ready(logits[0].cpu())
                 draws = RecordedDraws(GraphRecorder(device), device, logits.shape[1], self.pipeline.slots)
                 draws.make_ready()
                 self._launcher.draw = self._restorer.draw = draws

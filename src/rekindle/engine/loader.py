@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -22,22 +22,38 @@ class LoaderThreads:
     def __init__(self, prefixes: PrefixCache) -> None:
         self._prefixes = prefixes
         self._threads = ThreadPoolExecutor(LOADERS, "rekindle-loader")
-        # By name space and by the tokens of the snapshot that is read.
-        self._reading: dict[tuple[str, bytes], Future[Lookup]] = {}
+        # By name space and by the tokens of the snapshot that is read: done when the last read of it has ended.
+        self._turns: dict[tuple[str, bytes], Future[None]] = {}
 
     def load(self, tokens: np.ndarray, namespace: str) -> Future[Lookup]:
         """Look the prompt up, disk included. A second read of the same snapshot waits for the first and finds it in
-        RAM."""
+        RAM; until then it takes no thread from others. What is cancelled before its turn has come is not read."""
         key = (namespace, tokens[: self._prefixes.known_length(tokens, namespace)].tobytes())
-        self._reading = {other: reading for other, reading in self._reading.items() if not reading.done()}
-        reading = self._threads.submit(self._read, tokens, namespace, self._reading.get(key))
-        self._reading[key] = reading
-        return reading
+        self._turns = {other: turn for other, turn in self._turns.items() if not turn.done()}
+        reading, turn, before = Future[Lookup](), Future[None](), self._turns.get(key)
 
-    def _read(self, tokens: np.ndarray, namespace: str, before: Future[Lookup] | None) -> Lookup:
-        if before is not None:
-            wait([before])  # submitted earlier, so it has a thread
-        return self._prefixes.lookup(tokens, namespace=namespace)
+        def read() -> None:
+            if reading.set_running_or_notify_cancel():
+                try:
+                    reading.set_result(self._prefixes.lookup(tokens, namespace=namespace))
+                except BaseException as error:
+                    reading.set_exception(error)
+            turn.set_result(None)
+
+        def begin(_: object = None) -> None:
+            try:
+                self._threads.submit(read)
+            except RuntimeError as error:  # no thread can be had, or they have ended, and every sequence before them
+                if reading.set_running_or_notify_cancel():
+                    reading.set_exception(error)
+                turn.set_result(None)
+
+        if before is None:
+            begin()
+        else:
+            before.add_done_callback(begin)
+        self._turns[key] = turn
+        return reading
 
     def stop(self) -> None:
         """Wait for the reads under way. Every sequence has ended before."""

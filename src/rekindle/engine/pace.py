@@ -45,8 +45,8 @@ class Pace:
         self._told = self._sizes[0]  # the least size that was spoken of in the log
 
     def note_step(self, seconds: float, at_most: bool = False) -> None:
-        """at_most: the host came late, the step was over some time before. Once, with four captures to finish, it came
-        15 ms late, and as long a step would have let in that much more of a chunk."""
+        """at_most: the step was over some time before the host looked. Once, with four captures to finish, that was 15
+        ms later, and for a step of 17 ms seven sections of a chunk were let in instead of five."""
         known = self._step
         self._step = min(seconds, GROWN * known) if at_most and known else seconds
 

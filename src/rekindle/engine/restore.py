@@ -36,8 +36,6 @@ from rekindle.stages import Pipeline
 
 log = logging.getLogger("rekindle.engine")
 
-ROWS_READY = 8  # of logits in pinned memory: as many prompts may be restored one behind the other
-
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -83,13 +81,6 @@ class Restorer:
         self._tokens = tokens
         self.draw: Draw = draw
         self._loader = LoaderThreads(prefixes)
-
-    def make_ready(self, logits: torch.Tensor) -> None:
-        """Send some rows to the device before the first request, as prompts do that are restored whole: torch keeps the
-        pinned memory, and to make it takes milliseconds."""
-        rows = [logits.pin_memory() for _ in range(ROWS_READY)]
-        for row in rows:
-            row.to(self._pipeline.logits_device, non_blocking=True)
 
     def place(self, sequence: Sequence, alone: bool) -> Placement:
         """Fill a free slot with the longest known prefix of the sequence. alone: nothing else runs, so that no page

@@ -47,7 +47,8 @@ class Collector:
         self._totals = totals
         self._pace = pace
         self._costs = costs  # of steps with and without drafts, where they are measured
-        self._last_back = 0.0  # when the last flight came back, by a monotonic clock
+        self._last_back = 0.0  # when the last flight came back, by a monotonic clock …
+        self._was_over = False  # … or rather when somebody looked, since it was over before
         self._behind: PassBehind | None = (
             None  # launched behind the last flight: the next one waits for it, used or not
         )
@@ -82,7 +83,7 @@ class Collector:
             self._go_on([sequence])
 
     def _pass(self, section: ChunkSection) -> None:
-        section.wait()
+        self._was_over = section.wait()
         began, self._last_back = max(section.began, self._last_back), time.monotonic()
         self._note_chunk(section, self._last_back - began)
 
@@ -131,12 +132,14 @@ class Collector:
         """Whether the next flight's draws wait for the tokens of this one, and its forward is under way."""
         return bool(self._flights) and self._flights[0].waits
 
-    def _note_pace(self, flight: Flight, was_over: bool = False) -> None:
+    def _note_pace(self, flight: Flight, was_over: bool) -> None:
         """Flights follow one another on the device: each began when it was launched, or when the last came back. What a
         block holds depends on what came back, so the device has stood still meanwhile, and that is the block's cost."""
         last, began = self._last_back, max(flight.began, self._last_back)
         launched = last if last and flight.batch.rows > len(flight.owners) else max(flight.launched, last)
-        self._last_back = time.monotonic()
+        # Nobody knows when it began, if it was launched before and the last one was over before somebody looked.
+        begin_known = flight.began >= last or not self._was_over
+        self._last_back, self._was_over = time.monotonic(), was_over
         after_wasted, self._behind = self._behind is not None and not self._behind.used, flight.behind
         if flight.behind_chunk:
             return
@@ -149,7 +152,8 @@ class Collector:
             self._costs.note_step(len(flight.owners), flight.batch.rows, seconds)
         if self._pace is not None:
             if flight.batch.rows == len(flight.batch.segments):
-                self._pace.note_step(self._last_back - began, at_most=was_over)
+                if begin_known:
+                    self._pace.note_step(self._last_back - began, at_most=was_over)
             elif not flight.batch.rewindable:
                 self._note_chunk(flight, self._last_back - began)
 

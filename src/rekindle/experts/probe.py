@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,19 +57,20 @@ def measure_takes(weights: PackedWeights, cpu_experts: LayerCpuExperts, x: Tenso
 
 @dataclass(frozen=True, slots=True)
 class EvenTimes:
-    """Microseconds of some experts, which grow evenly: the best line through single measurements, a few per cent off
-    each, by which one load of a model would share otherwise than the next."""
+    """Microseconds of some experts, which grow evenly: a line through single measurements, of which some are a few per
+    cent off, by which one load of a model would share otherwise than the next, and one may be far off."""
 
     begin: float
     each: float
 
     @classmethod
     def through(cls, took: Sequence[float]) -> EvenTimes:
-        """took: by 1, 2, … experts."""
+        """took: by 1, 2, … experts. The median of all slopes, and of what is left (Theil and Sen)."""
         if len(took) == 1:
             return cls(0.0, took[0])
-        each, begin = np.polyfit(range(1, len(took) + 1), took, 1)
-        return cls(float(begin), float(each))
+        slopes = ((b - a) / (m - n) for (n, a), (m, b) in combinations(enumerate(took, 1), 2))
+        each = max(0.0, median(slopes))
+        return cls(max(0.0, median(t - n * each for n, t in enumerate(took, 1))), each)
 
     def of(self, experts: int) -> float:
         return self.begin + experts * self.each if experts else 0.0

@@ -106,8 +106,6 @@ class Loader:
         coming = listed.own_bytes + len(wanted) * (listed.page_bytes - PAGE_HEADER)
         own = self._own_memory(listed)
         with Reads(self._readers) as own_reads, Reads(self._readers) as page_reads:
-            if not own:
-                self._check(listed.own, digest(()))
             unread = deque(range(len(own)))
             own_reads.begin([partial(self._read_own, listed, own, number, unread) for number in range(len(own))])
             evict = make_room if coming > self._slabs.spare() else None

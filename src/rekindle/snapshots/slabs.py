@@ -40,9 +40,9 @@ QUIET = 0.25  # seconds without a request for memory, after which the stock is f
 CALM = 0.05
 SPARE_PART = 4  # of what the RAM tier leaves, this part is made ahead
 LOW_PART = 4  # with less than this part of the stock it is filled at once, …
-# … though amid requests slab by slab, so many seconds apart: to pin one keeps launches waiting for 2 ms, and four in
-# turn kept a request waiting for 7.
-APART = 0.008
+# … though amid requests slab by slab, so many seconds apart, while there is this part of it: to pin one keeps launches
+# waiting for 2 ms, and four in turn kept a request waiting for 7. With less, requests would have to pin for themselves.
+SPACED_PART, APART = 8, 0.008
 PAUSE = 1.0  # seconds between a refusal of memory for the stock and the next try
 
 Pin = Callable[[int, int], Callable[[], object] | None]  # address, bytes -> what undoes it; None where it is refused
@@ -241,9 +241,11 @@ class Slabs:
             self._trim()
 
     def _restock_low(self, missing: int) -> None:
-        if not self.busy() and self._until_quiet_for(self._calm) <= 0:
+        calm = not self.busy() and self._until_quiet_for(self._calm) <= 0
+        if calm or SPACED_PART * self._ready() < self._stock:
             self._restock(missing)
         elif (wait := self._made_at + self._apart - time.monotonic()) > 0:
+            self._trim()
             self._rest(wait)
         else:
             self._restock(1)
