@@ -214,7 +214,6 @@ def _check_page_rows(rows: Sequence[PageRow], name: str) -> None:
 
 
 def _check_parts(manifest: Manifest, name: str) -> None:
-    _demand(bool(manifest.parts), name, "a snapshot has parts")
     rows: dict[int | None, PageRow] = {row.layer: row for row in manifest.page_rows}
     single = [(part.name, part.layer) for part in manifest.parts if part.name != DRAFTER]
     _demand(len(single) == len(set(single)), name, "a part of a layer comes twice")
