@@ -26,6 +26,7 @@ def run_script(
     done = run_forked([str(SCRIPTS / name), *map(str, arguments)], env, timeout=600)
     assert done.returncode in ((0, 1) if misses_goal else (0,)), done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 0 or done.stdout, done.stderr  # it missed no goal, it gave up
     return done.stdout.splitlines()
 
 
