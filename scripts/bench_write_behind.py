@@ -31,8 +31,8 @@ from rekindle.snapshots.types import Snapshot
 from rekindle.snapshots.writer import DiskWriter, Save
 
 GOAL = 0.95
-# Until there are as many pairs of slices as were asked for: beside other work on all cores the writer, whose priority is
-# low, takes a second for each save.
+# Until there are as many pairs of slices as were asked for: beside other work on all cores the writer, whose priority
+# is low, takes a second for each save.
 MOST_ANSWERS = 400
 FINGERPRINT = "bb" * 16
 
