@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from support.answers import Answer
+from support.snapshot_lab import wait_until
 
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.router import Router
@@ -96,6 +98,10 @@ def talk(seed: int, length: int = 130) -> list[int]:
     return [(seed * 37 + 7 * i) % 320 for i in range(length)]
 
 
+def _knows(prefixes: PrefixCache, tokens: list[int]) -> bool:
+    return prefixes.known_length(tokens) == len(tokens)
+
+
 def test_a_conversation_returns_to_the_replica_that_holds_it(make_house: Callable[..., House]) -> None:
     house = make_house().start()
     first = ask(house.router, talk(1))
@@ -105,6 +111,8 @@ def test_a_conversation_returns_to_the_replica_that_holds_it(make_house: Callabl
     assert isinstance(other.last, Finished)
     for seed, place in ((1, home), (2, 1 - home), (1, home)):
         before = house.computed
+        prefixes = house.engines[place].prefixes  # which know of it a moment after the last event
+        wait_until(partial(_knows, prefixes, talk(seed)))
         finished = ask(house.router, [*talk(seed), 5, 6, 7]).last
         assert isinstance(finished, Finished)
         assert finished.cache.restored >= 130
