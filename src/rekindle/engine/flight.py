@@ -130,7 +130,7 @@ class _Enqueued:
 
     def wait(self) -> bool:
         """Until the device has run them: else the host could enqueue all of a prompt, and a request that comes next
-        would wait for the last chunk of it. Gives whether it had, before anybody waited: nobody knows since when."""
+        would wait for the last chunk of it. True: they were over before anybody waited, nobody knows since when."""
         if self._passed is None:
             return False
         was_over = self._passed.query()
