@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ from support.faulty import Faulty
 from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens, wait_until
 
 from rekindle.engine.engine import AT_FIRST, Engine, EngineSettings
+from rekindle.engine.flight import Flight
 from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.types import Failed, FinishReason, Started, Token
 from rekindle.errors import PoolFull, PromptTooLong
 from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import MOST_OF_A_KIND, Boundary, BoundaryKind, Prompt
+from rekindle.snapshots.disk import DiskStore
 from rekindle.stages import Pipeline
 
 KNOWN = Prompt(random_tokens(150, 1))
@@ -88,6 +92,110 @@ def test_a_device_without_work_gets_a_step_before_all_in_line_have_come_in(
     assert all(answer.finished.reason is FinishReason.LENGTH for answer in answers)
     assert done[: count + 1] == ["open"] * AT_FIRST + ["step"] + ["open"] * 3
     engine.stop()
+
+
+@pytest.fixture
+def long_chunks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The chunks of these tests are long, and over once something has been put into the list."""
+    over = list[bool]()
+    monkeypatch.setattr("rekindle.engine.engine.SHARED", 32)
+    monkeypatch.setattr(Flight, "is_over", property(lambda flight: bool(over)))
+    return over
+
+
+def test_what_comes_while_a_long_chunk_runs_has_its_slot_before_the_chunk_is_looked_at(
+    lab: Lab, long_chunks: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_over(lab.stage(slots=2))
+    later, done = list[Answer](), list[str]()
+    open_slot, forward, collect = engine.pipeline.open, engine.pipeline.forward, engine._collector.collect
+
+    def opened(slot: int) -> None:
+        done.append("open")
+        open_slot(slot)
+        if len(done) > 1:
+            long_chunks.append(True)
+
+    def launched(*step: Any) -> Any:
+        done.append("step")
+        if not later:
+            later.append(Answer(engine, OTHER))
+        return forward(*step)
+
+    monkeypatch.setattr(engine.pipeline, "open", opened)
+    monkeypatch.setattr(engine.pipeline, "forward", launched)
+    monkeypatch.setattr(engine._collector, "collect", lambda: (done.append("collect"), collect()))
+    assert Answer(engine, KNOWN).finished.reason is FinishReason.LENGTH
+    assert later[0].finished.reason is FinishReason.LENGTH
+    assert done[: done.index("collect")] == ["open", "step", "open"]
+    engine.stop()
+
+
+def test_an_engine_that_stops_waits_for_no_long_chunk(lab: Lab, long_chunks: list[bool]) -> None:
+    engine = engine_over(lab.stage(slots=2))
+    launched, forward = threading.Event(), engine.pipeline.forward
+    engine.pipeline.forward = lambda *step: (launched.set(), forward(*step))[1]  # type: ignore[method-assign]
+    answer = Answer(engine, KNOWN, max_tokens=500)
+    assert launched.wait(60)
+    engine.stop()
+    assert answer.finished.reason is FinishReason.CANCELLED
+
+
+def test_a_step_that_no_more_prompts_could_share_is_launched_before_others_come_in(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, late = 2 * AT_FIRST, list[Answer]()
+    engine = engine_over(lab.stage(slots=early + 3, pages=8 * early))
+    monkeypatch.setattr(Engine, "_runs_long", True)  # the device has work: those in line come in at once
+    waiting, open_slot, forward = list[int](), engine.pipeline.open, engine.pipeline.forward
+
+    def opened(slot: int) -> None:
+        waiting.append(sum(not s.in_flight for s in engine._roster.prefilling))
+        open_slot(slot)
+
+    def launched(*step: Any) -> Any:
+        if not late:
+            late.extend(Answer(engine, Prompt(random_tokens(70, 90 + seed))) for seed in range(3))
+        return forward(*step)
+
+    monkeypatch.setattr(engine.pipeline, "open", opened)
+    monkeypatch.setattr(engine.pipeline, "forward", launched)
+    with arriving_together(engine):
+        answers = [Answer(engine, Prompt(random_tokens(70, seed))) for seed in range(early)]
+    assert all(answer.finished.reason is FinishReason.LENGTH for answer in answers)
+    assert all(answer.finished.reason is FinishReason.LENGTH for answer in late)
+    assert waiting[:early] == list(range(early))
+    assert waiting[early] < AT_FIRST
+    engine.stop()
+
+
+def test_snapshots_of_those_who_come_in_later_are_read_before_the_first_step(lab: Lab, tmp_path: Path) -> None:
+    stored = [Prompt(random_tokens(150, 50 + seed)) for seed in range(2)]
+    before = lab.engine(tmp_path)
+    expected = [Answer(before, prompt).tokens for prompt in stored]
+    before.stop()
+
+    disk = DiskStore(tmp_path, "f" * 64, 1 << 30)
+    pipeline = Pipeline([lab.stage(slots=16, pages=200)])
+    settings = EngineSettings(context=2048, grid=64)
+    engine = Engine(pipeline, PrefixCache(local_tiers(1 << 28, disk)), settings).start()
+    asked, load, forward, at_first = list[str](), disk.load, pipeline.forward, list[int]()
+    disk.load = lambda id: (asked.append(id), load(id))[1]  # type: ignore[method-assign]
+
+    def launched(*step: Any) -> Any:
+        wait_until(lambda: len(asked) == len(stored))
+        at_first.append(len(asked))
+        return forward(*step)
+
+    pipeline.forward = launched  # type: ignore[method-assign]
+    with arriving_together(engine):
+        others = [Answer(engine, Prompt(random_tokens(70, seed))) for seed in range(AT_FIRST)]
+        again = [Answer(engine, prompt) for prompt in stored]
+    assert all(answer.finished.reason is FinishReason.LENGTH for answer in others)
+    assert [answer.tokens for answer in again] == expected
+    assert [answer.finished.cache.restored_from["disk"] for answer in again] == [150, 150]
+    engine.stop()
+    assert_nothing_is_held(engine)
 
 
 @pytest.mark.parametrize("between", [0, AT_FIRST - 2, AT_FIRST - 1, AT_FIRST])

@@ -22,6 +22,7 @@ NO_TORCH = {
     "prompt",
     "batch",
     "workers",
+    "hurry",
     "grammar",
 }
 

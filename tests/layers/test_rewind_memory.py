@@ -17,7 +17,7 @@ def kept(state: DeltaState) -> int:
     assert state.log is not None
     values = [getattr(state, name) for name in DeltaState.__slots__] + list(state.log.tensors)
     tensors = {value.data_ptr(): value for value in values if isinstance(value, torch.Tensor)}
-    return sum(tensor.nbytes for tensor in tensors.values()) - sum(tensor.nbytes for tensor in state.tensors.values())
+    return sum(tensor.nbytes for tensor in tensors.values()) - state.states.nbytes - state.windows.nbytes
 
 
 @pytest.mark.parametrize(("name", "most"), [("27B", 1_000_000), ("35B-A3B", 800_000)])

@@ -1,4 +1,4 @@
-"""A cache directory that an earlier version wrote: read, restored and, byte for byte, still written.
+"""A cache directory of an earlier version: read, restored and, but for the order of an own object, still so written.
 
 `written_by_version_1` was written when attention and DeltaNet layers had parts of classes of their own, and a snapshot
 could hold a drafter's context. It has two snapshots: of 70 tokens, from a sparse run, and of 5 with such a context.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from support.paper_snapshots import FINGERPRINT, same
 
 from rekindle.layers import ModelSpan
+from rekindle.snapshots import manifest
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.types import Page, Part, Snapshot, Stretch
 from rekindle.spec import PAGE, AttentionSpec, DeltaSpec, FfnSpec, ModelSpec
@@ -84,11 +86,25 @@ def test_a_drafters_context_is_left_out_and_the_rest_is_read(folder: Path) -> No
     store.close()
 
 
-def test_the_same_snapshot_is_still_written_in_the_same_bytes(tmp_path: Path) -> None:
+def test_the_same_snapshot_is_still_written_in_the_same_bytes_but_kind_by_kind(tmp_path: Path) -> None:
+    """The earlier version wrote all tensors of a layer, then those of the next. Either reads what the other wrote."""
     store = DiskStore(tmp_path, FINGERPRINT, BUDGET, clock=lambda: 1_700_000_000.0)
     record = store.save(the_snapshot())
     store.close()
-    names = [f"manifests/{record.id}.json", *(f"objects/{name}" for name in record.objects)]
+    old = OLD / store.folder.name
     assert record.id == WHOLE
-    for name in names:
-        assert (store.folder / name).read_bytes() == (OLD / store.folder.name / name).read_bytes()
+    for name in record.pages:
+        assert (store.folder / "objects" / name).read_bytes() == (old / "objects" / name).read_bytes()
+    now, then = (manifest.read(folder / f"manifests/{WHOLE}.json", FINGERPRINT) for folder in (store.folder, old))
+    assert [(row.name, row.layer) for row in now.parts] == [
+        ("state", 0), ("state", 2), ("window", 0), ("window", 2), ("tail", 1), ("tail", 3), ("query", 1), ("query", 3),
+        ("logits", None),
+    ]  # fmt: skip
+    assert msgspec.structs.replace(now, own="", parts=(), checksum="") == msgspec.structs.replace(
+        then, own="", parts=(), checksum=""
+    )
+    own, earlier = (
+        (folder / "objects" / listed.own).read_bytes() for folder, listed in ((store.folder, now), (old, then))
+    )
+    ours = {(row.name, row.layer): own[row.offset : row.offset + row.bytes] for row in now.parts}
+    assert ours == {(row.name, row.layer): earlier[row.offset : row.offset + row.bytes] for row in then.parts}

@@ -41,6 +41,7 @@ from rekindle.api.served import ServedModel
 from rekindle.api.settings import Guard
 from rekindle.api.sse import EventStream, unless_client_leaves
 from rekindle.api.utilities import Utilities
+from rekindle.hurry import give_way
 from rekindle.prompt import Prompt
 
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key
@@ -107,7 +108,12 @@ async def _rendered(source: Conversation | RawPrompts, text: TextPort, namespace
     """The same."""
     if isinstance(source, RawPrompts) and source.are_few_ids:
         return source.render(text, namespace)
-    return await to_thread.run_sync(source.render, text, namespace, limiter=meter.threads)
+
+    def render() -> list[Prompt]:
+        give_way()
+        return source.render(text, namespace)
+
+    return await to_thread.run_sync(render, limiter=meter.threads)
 
 
 class Routes:

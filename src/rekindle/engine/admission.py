@@ -17,6 +17,7 @@ from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.twins import Twins
 from rekindle.engine.types import Started
 from rekindle.errors import PoolFull, PromptTooLong, StageLost
+from rekindle.hurry import hurrying
 
 Firsts = deque[tuple[Sequence, DrawnTokens | None]]  # prompts restored whole, and their first tokens on their way
 
@@ -67,7 +68,11 @@ class Admission:
         reserved, held_up, enough = 0, set[str](), None if most is None else len(self._roster.running) + most
         for sequence in tuple(self._roster.line):
             if len(self._roster.running) == enough:
-                self._twins.is_ahead_of(sequence)  # before the others are launched: where they part is a boundary
+                # Asked before the others are launched: where they part is a boundary.
+                if not self._twins.is_ahead_of(sequence) and self._roster.slots_left > reserved:
+                    with self._endings.isolated(sequence):
+                        self._restorer.look_ahead(sequence)
+                reserved += isinstance(sequence.state, Loading)
                 continue
             if sequence.namespace in held_up:
                 continue
@@ -87,7 +92,8 @@ class Admission:
     def _place(self, sequence: Sequence, firsts: Firsts) -> Placement | None:
         """Start it if its slot can be filled. None if it failed: only its own request ends."""
         try:
-            placement = self._restore(sequence)
+            with hurrying:
+                placement = self._restore(sequence)
             if isinstance(placement, Restored):
                 self._start(sequence, placement, firsts)
             return placement

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence as Sequential
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,6 +50,7 @@ from rekindle.engine.sequence import Sequence
 from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.twins import Twins
 from rekindle.engine.types import CacheReport, EngineStatus, Request
+from rekindle.hurry import hurrying
 from rekindle.kernels.sampling import argmax
 from rekindle.prefix import PrefixCache
 from rekindle.prompt import MOST_OF_A_KIND, Prompt
@@ -56,10 +58,10 @@ from rekindle.speculative.cost import Costs, GpuCosts
 from rekindle.speculative.width import MOST
 from rekindle.stages import Pipeline
 from rekindle.stages.graphs import GraphRecorder
-from rekindle.stages.layout import SHARERS, round_up
+from rekindle.stages.layout import SHARED, SHARERS, round_up
 
 LINGER = 0.003  # seconds in which a client that was just answered often asks again: captures wait for it …
-LOOK = 0.0005  # … and between two looks at copies that are under way
+LOOK = 0.0005  # … and between two looks at copies that are under way, or at a long chunk
 AT_FIRST = max(SHARERS)  # requests that come into slots before a device without work gets a step: no more can share it
 
 
@@ -106,8 +108,11 @@ class Engine:
         proposer = Proposer(ask, costs, *((ahead, behind) if pipeline.drafts_ahead else ()))
         reach = drafter.reach if drafter is not None else 0
         block_rows = None if pipeline.on_cpu else BLOCK_ROWS
-        scheduler = Scheduler(grid, pipeline.depth, async_steps, pace, block_rows, proposer, reach, pipeline.can_pause)
+        self._scheduler = scheduler = Scheduler(
+            grid, pipeline.depth, async_steps, pace, block_rows, proposer, reach, pipeline.can_pause
+        )
         on_cpu = all(stage.device == "cpu" for stage in pipeline.stages)
+        self._hurrying = nullcontext() if on_cpu else hurrying  # a launch there is all of the work
 
         self._totals = Totals()
         self._flights = Flights()  # the launcher appends, the collector takes the oldest
@@ -243,9 +248,11 @@ class Engine:
         if not self._runs_long:  # others come in while the device has more to do
             self._admission.admit(AT_FIRST)
             self._launch()
-        self._admission.admit()
+        if not self._scheduler.fills_a_step:  # else the device had better get that step first
+            self._admission.admit()
         self._launch()
         self._collector.let_go()
+        self._admit_beside_chunk()
         self._collector.collect()
         # Captures of the step that was collected wait for the next: its tokens are followed by others first. Where
         # nothing runs a request may come any moment.
@@ -255,14 +262,36 @@ class Engine:
             self._publisher.finish()
         self._publisher.publish_ready()
 
+    def _admit_beside_chunk(self) -> None:
+        """While the device runs a long chunk and nobody answers, requests that come get their slots. The next chunk
+        stands behind it as soon as no other prompt could share it, else when it is over and before its results are
+        looked at: the device would stand still meanwhile."""
+        while self._runs_long_chunk and not self._flights[0].is_over:
+            if not self._inbox.comes_within(LOOK):
+                continue
+            if not self._inbox.receive(idle=False):
+                return
+            self._endings.cancel_marked()
+            self._admission.admit()
+            if self._scheduler.fills_a_step:
+                self._launch()
+        if self._runs_long_chunk:
+            self._launch()
+
+    @property
+    def _runs_long_chunk(self) -> bool:
+        """Whether the oldest step is a chunk for which it does not matter that its end is seen somewhat later."""
+        return bool(self._flights) and self._flights.begun is None and self._flights[0].batch.rows > SHARED
+
     @property
     def _runs_long(self) -> bool:
         """Whether the device is busy for some time: with a chunk, or a block."""
         return any(flight.batch.rows > len(flight.batch.segments) for flight in self._flights)
 
     def _launch(self) -> None:
-        while self._launcher.launch_next():
-            pass
+        with self._hurrying:
+            while self._launcher.launch_next():
+                pass
 
     def _wind_up(self) -> None:
         """The end: results under way are collected, every request gets its last event, captures are published."""

@@ -128,6 +128,11 @@ class _Enqueued:
             self._passed = torch.cuda.Event()
             self._passed.record(torch.cuda.current_stream(device))
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has run them, or there is nothing that could be asked."""
+        return self._passed is None or self._passed.query()
+
     def wait(self) -> bool:
         """Until the device has run them: else the host could enqueue all of a prompt, and a request that comes next
         would wait for the last chunk of it. True: they were over before anybody waited, nobody knows since when."""

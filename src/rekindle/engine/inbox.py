@@ -48,13 +48,15 @@ class Inbox:
         self._commands.put(command)
 
     def receive(self, idle: bool) -> bool:
-        """Run the commands that have arrived; with nothing else to do, wait for one. False when it is time to stop."""
+        """Run the commands that have arrived; with nothing else to do, wait for one. False when it is time to stop, and
+        from then on."""
         while True:
             try:
                 command = self._first.pop() if self._first else self._commands.get(block=idle)
             except queue.Empty:
                 return True
             if command is None:
+                self._first.append(None)
                 return False
             command()
             idle = False

@@ -93,6 +93,14 @@ class Restorer:
             return self._open_for_scores(sequence)
         return self._restore_prefix(sequence, alone)
 
+    def look_ahead(self, sequence: Sequence) -> None:
+        """No slot yet: a snapshot on disk is read while others come into theirs."""
+        waits = isinstance(sequence.state, Waiting) and sequence.state.found is None
+        if not waits or sequence.background or sequence.audit is not None or sequence.scores_prompt:
+            return
+        if self._kept_for(sequence) is None and self._prefixes.known_length(sequence.key, sequence.namespace):
+            self._look_up(sequence)
+
     def take_loaded(self, sequence: Sequence) -> None:
         """Its snapshot has been read; raises what kept the loader from reading. A sequence that ended is let be."""
         if isinstance(sequence.state, Loading):

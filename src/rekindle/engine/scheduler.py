@@ -79,6 +79,12 @@ class Scheduler:
     def prefilling(self) -> Iterable[Sequence]:
         return tuple(self._prefilling)
 
+    @property
+    def fills_a_step(self) -> bool:
+        """Whether so many short prompts, or ends of prompts, wait that no more could share a step with them."""
+        waiting = (s for s in self._prefilling if not s.in_flight and s.prefill_end - s.position <= SHARED)
+        return sum(1 for _ in waiting) >= max(SHARERS)
+
     def next_batch(self, decoding: list[Sequence], fits: Fits) -> Step | None:
         """The next step; None if no segment is ready or fits. Blocks are drafted for a batch without chunks: its rows
         are kept for a rewind, and those of a chunk are too many."""

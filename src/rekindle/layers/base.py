@@ -77,16 +77,19 @@ class LayerState(ABC):
 class SlotState(LayerState):
     """State of a fixed size: named tensors with one place per slot, and one more for padded rows."""
 
-    __slots__ = ("_shapes", "tensors")
+    __slots__ = ("_shapes", "_slots")
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Every tensor is [slots + 1, …], of zeros."""
-        self.tensors = dict(tensors)
+        # By slot. Views that are made once: every call into torch gives the interpreter's lock away, and a capture or a
+        # restore would make one for each tensor of each layer.
+        rows = zip(*(tensor.unbind() for tensor in tensors.values()), strict=True)
+        self._slots = [dict(zip(tensors, row, strict=True)) for row in rows]
         # Of every tensor its shape: torch would repeat a window of one row.
         self._shapes = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in tensors.items()}
 
-    def live(self, slot: int) -> dict[str, Tensor]:
-        return {name: tensor[slot] for name, tensor in self.tensors.items()}
+    def live(self, slot: int) -> Mapping[str, Tensor]:
+        return self._slots[slot]
 
     def cleared(self, slot: int) -> list[Tensor]:
         return list(self.live(slot).values())
@@ -95,7 +98,7 @@ class SlotState(LayerState):
         expect(part, self._shapes)
 
     def restored(self, slot: int, part: Part) -> list[tuple[Tensor, Tensor]]:
-        return [(tensor[slot], part.tensors[name]) for name, tensor in self.tensors.items()]
+        return [(tensor, part.tensors[name]) for name, tensor in self._slots[slot].items()]
 
 
 Shape = tuple[tuple[int, ...], torch.dtype]

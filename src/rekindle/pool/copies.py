@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from rekindle.buffers import CAPTURED_PAGES, IN_FLIGHT, SLAB_BYTES, UPLOAD_SLABS
@@ -143,14 +144,11 @@ class HostCopies:
         """Where the pages of each group lie and where they are gathered, int64 [2, layers, pages] on the device. Sent
         by the caller, though on the stream of the copies, so that the copy thread allocates no device memory."""
         assert self._gathered is not None, "made before pages are gathered"
-        nbytes, sent_groups = layers[0][0].nbytes, list[torch.Tensor]()
-        bases = torch.tensor([layer.data_ptr() for layer in layers])
+        nbytes, to = layers[0][0].nbytes, self._gathered.data_ptr()
+        bases = np.array([layer.data_ptr() for layer in layers])
+        found = [_gathering(bases, np.array(places), nbytes, to) for places in groups]
         with torch.cuda.stream(self._stream):
-            for places in groups:
-                sources = bases[:, None] + torch.tensor(places) * nbytes  # [layers, pages]
-                targets = torch.arange(sources.numel()).view(len(places), -1).T * nbytes + self._gathered.data_ptr()
-                sent_groups.append(sent(torch.stack((sources, targets)), self._gathered.device))
-        return sent_groups
+            return [sent(torch.from_numpy(each), self._gathered.device) for each in found]
 
     def _gather(self, addresses: Sequence[torch.Tensor], nbytes: int, slices: Sequence[Sequence[SlabSlice]]) -> None:
         """Pages by address to host memory, through one buffer on the device: the stream keeps the order."""
@@ -323,6 +321,13 @@ class HostCopies:
             self._thread.shutdown()
             self.slabs.stop()
             self._uploads.stop()
+
+
+def _gathering(bases: np.ndarray, places: np.ndarray, nbytes: int, to: int) -> np.ndarray:
+    """Addresses, int64 [2, layers, pages]: of pages by layer and place, and of the same from `to` on, page by page.
+    Without torch, whose every call gives the interpreter's lock away."""
+    targets = np.arange(len(bases) * len(places)).reshape(len(places), -1).T
+    return np.stack((bases[:, None] + places * nbytes, targets * nbytes + to))
 
 
 def _whole(slabs: Slabs) -> torch.Tensor:

@@ -1,14 +1,17 @@
 """A snapshot as bytes and back. The layout is canonical: layers ascend, whatever the split they came from.
 
 page object   [PAGE token ids, int32][first paged layer: K, V][second: K, V] …
-own object    [the tensors of every part, layer by layer][logits], each on an ALIGNMENT edge
+own object    [the tensors of every part, kind by kind and layer by layer][logits], each on an ALIGNMENT edge
+
+Tensors of one name, dtype and shape stand side by side, so that a restore copies many in one call. (Earlier versions
+wrote all tensors of a layer, then those of the next; readers go by the manifest.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 
 import numpy as np
 import torch
@@ -92,9 +95,11 @@ def own_object(snapshot: Snapshot) -> OwnObject:
 
 
 def _own_tensors(snapshot: Snapshot) -> list[tuple[str, int | None, torch.Tensor]]:
-    tensors: list[tuple[str, int | None, torch.Tensor]] = [
-        (name, part.layer, tensor) for part in snapshot.parts for name, tensor in part.tensors.items()
-    ]
+    alike: dict[object, list[tuple[str, int | None, torch.Tensor]]] = {}
+    for part in snapshot.parts:
+        for name, tensor in part.tensors.items():
+            alike.setdefault((name, tensor.dtype, tensor.shape), []).append((name, part.layer, tensor))
+    tensors = list(chain.from_iterable(alike.values()))
     return tensors if snapshot.logits is None else [*tensors, (LOGITS, None, snapshot.logits)]
 
 
@@ -140,14 +145,35 @@ def read_parts(
     tensors: dict[int, dict[str, torch.Tensor]] = {}  # by layer and name, in the order of the rows
     for run, memory in own:
         content = torch.from_numpy(memory)
-        for row in run.rows:
-            view = _view(content, row.offset - run.start, row.bytes, row.dtype, row.shape)
-            if row.layer is not None:
-                tensors.setdefault(row.layer, {})[row.name] = view
-            elif row.name == LOGITS:
-                logits = view
+        for rows in _side_by_side(run.rows):
+            for row, view in zip(rows, _views(content, rows, run.start), strict=True):
+                if row.layer is not None:
+                    tensors.setdefault(row.layer, {})[row.name] = view
+                elif row.name == LOGITS:
+                    logits = view
     pages = dict(zip((row.layer for row in manifest.page_rows), zip(*columns, strict=True), strict=bool(columns)))
     return tuple(Part(layer, named, pages.get(layer, ())) for layer, named in sorted(tensors.items())), logits
+
+
+def _side_by_side(rows: Sequence[PartRow]) -> list[list[PartRow]]:
+    """In runs of one dtype and shape that follow one another without padding."""
+    runs = list[list[PartRow]]()
+    for row in rows:
+        last = runs[-1][-1] if runs else None
+        if last is None or (last.dtype, last.shape, last.offset + last.bytes) != (row.dtype, row.shape, row.offset):
+            runs.append([])
+        runs[-1].append(row)
+    return runs
+
+
+def _views(content: torch.Tensor, rows: Sequence[PartRow], start: int) -> Sequence[torch.Tensor]:
+    """All in one cut: a call into torch gives the interpreter's lock away, which loads of other snapshots want too.
+    start: of the content, in bytes of the object."""
+    (first, *_), count = rows, len(rows)
+    if count == 1:
+        return [_view(content, first.offset - start, first.bytes, first.dtype, first.shape)]
+    shape = (count, *first.shape)
+    return _view(content, first.offset - start, count * first.bytes, first.dtype, shape).unbind()
 
 
 def _view(content: torch.Tensor, start: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,0 +1,74 @@
+"""Threads that share the interpreter: those that nobody waits for give way to one that is in a hurry."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.snapshot_lab import Answer, Lab, random_tokens
+
+from rekindle import hurry
+from rekindle.engine.admission import Admission
+from rekindle.hurry import give_way, hurrying
+from rekindle.prompt import Prompt
+
+
+def passes(waiting: threading.Thread, seconds: float = 60) -> bool:
+    waiting.join(seconds)
+    return not waiting.is_alive()
+
+
+def test_a_piece_of_work_waits_until_nobody_is_in_a_hurry_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hurry, "MOST", 60)
+    give_way()
+    with hurrying:
+        with hurrying:  # another engine
+            pass
+        waiting = threading.Thread(target=give_way, daemon=True)
+        waiting.start()
+        assert not passes(waiting, 0.05)
+    assert passes(waiting)
+
+
+def test_nobody_is_kept_waiting_for_good() -> None:
+    with hurrying:
+        began = time.monotonic()
+        give_way()
+        assert time.monotonic() - began >= hurry.MOST / 2
+
+
+def test_a_hurry_ends_with_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hurry, "MOST", 60)
+    with pytest.raises(ValueError, match="on purpose"), hurrying:
+        raise ValueError("on purpose")
+    waiting = threading.Thread(target=give_way, daemon=True)
+    waiting.start()
+    assert passes(waiting)
+
+
+def test_a_prompt_comes_into_its_slot_in_a_hurry_and_reads_give_way(
+    make_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab, prompt = Lab(make_tiny("dense")), Prompt(random_tokens(150, 1))
+    engine = lab.engine(tmp_path)
+    expected = Answer(engine, prompt).tokens
+    engine.stop()
+
+    ways, in_a_hurry, restore = list[str](), list[int](), Admission._restore
+    monkeypatch.setattr(
+        "rekindle.snapshots.loading.give_way", lambda: ways.append(threading.current_thread().name.rsplit("_", 1)[0])
+    )
+
+    def noted(admission: Admission, sequence: Any) -> Any:
+        in_a_hurry.append(hurrying._count)
+        return restore(admission, sequence)
+
+    monkeypatch.setattr(Admission, "_restore", noted)
+    engine = lab.engine(tmp_path)
+    assert Answer(engine, prompt).tokens == expected
+    engine.stop()
+    assert {"rekindle-loader", "rekindle-disk-reader"} <= set(ways)
+    assert in_a_hurry and all(in_a_hurry)
