@@ -7,10 +7,13 @@ and threads that nobody waits for look before every piece of their work.
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from types import TracebackType
 
 MOST = 0.02  # seconds that a piece of work waits: nobody is kept from the interpreter for good
+LOOK = 0.001  # seconds between two looks of an event loop
 
 
 class _Hurry:
@@ -35,11 +38,21 @@ class _Hurry:
             if not self._count:
                 self._over.set()
 
+    @property
+    def now(self) -> bool:
+        return not self._over.is_set()
+
     def give_way(self) -> None:
         """Called by a thread that nobody waits for, between two pieces of its work."""
-        if not self._over.is_set():
+        if self.now:
             self._over.wait(MOST)
+
+    async def let_pass(self) -> None:
+        """The same on an event loop, which goes on sending meanwhile."""
+        until = time.monotonic() + MOST
+        while self.now and time.monotonic() < until:
+            await asyncio.sleep(LOOK)
 
 
 hurrying = _Hurry()  # `with hurrying:`
-give_way = hurrying.give_way
+give_way, let_pass = hurrying.give_way, hurrying.let_pass

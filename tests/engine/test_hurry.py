@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from support.snapshot_lab import Answer, Lab, random_tokens
 
 from rekindle import hurry
 from rekindle.engine.admission import Admission
-from rekindle.hurry import give_way, hurrying
+from rekindle.hurry import give_way, hurrying, let_pass
 from rekindle.prompt import Prompt
 
 
@@ -37,7 +38,28 @@ def test_nobody_is_kept_waiting_for_good() -> None:
     with hurrying:
         began = time.monotonic()
         give_way()
-        assert time.monotonic() - began >= hurry.MOST / 2
+        asyncio.run(let_pass())
+        assert time.monotonic() - began >= hurry.MOST
+
+
+def test_an_event_loop_goes_on_while_a_request_lets_others_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hurry, "MOST", 60)
+
+    async def both() -> list[str]:
+        done = list[str]()
+
+        async def request() -> None:
+            await let_pass()
+            done.append("request")
+
+        with hurrying:
+            reading = asyncio.create_task(request())
+            await asyncio.sleep(0.01)
+            done.append("others")
+        await reading
+        return done
+
+    assert asyncio.run(both()) == ["others", "request"]
 
 
 def test_a_hurry_ends_with_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ from rekindle.api.served import ServedModel
 from rekindle.api.settings import Guard
 from rekindle.api.sse import EventStream, unless_client_leaves
 from rekindle.api.utilities import Utilities
-from rekindle.hurry import give_way
+from rekindle.hurry import give_way, let_pass
 from rekindle.prompt import Prompt
 
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key
@@ -216,6 +216,7 @@ class Routes:
             meter = until_answered.enter_context(self._meters.of(client).visit())
             async with AsyncExitStack() as held:
                 data = await held.enter_async_context(self._bodies.read(request, client))
+                await let_pass()  # of many requests that come at once the first is under way while others are read
                 body = await _parsed(dialect.parse, data, meter)
                 wanted = dialect.request(body)
                 model = await self._model(wanted.model, request, until_answered, held)
