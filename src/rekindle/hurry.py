@@ -2,7 +2,8 @@
 
 Every call into torch gives the interpreter's lock away, and a thread that wants it back stands in line with all
 others: beside sixteen that read snapshots a restore of 2.5 ms took 80. So the token loop says when it is in a hurry,
-and threads that nobody waits for look before every piece of their work.
+and threads whose work can wait a moment (reads of snapshots, prompts that are being rendered) look before every piece
+of it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import threading
 import time
 from types import TracebackType
 
-MOST = 0.02  # seconds that a piece of work waits: nobody is kept from the interpreter for good
-LOOK = 0.001  # seconds between two looks of an event loop
+# Seconds that a piece of work waits: no longer, since a token loop, or several, may be in a hurry most of the time.
+MOST = 0.005
+LOOK = 0.001  # … and between two looks of an event loop
 
 
 class _Hurry:
@@ -43,7 +45,7 @@ class _Hurry:
         return not self._over.is_set()
 
     def give_way(self) -> None:
-        """Called by a thread that nobody waits for, between two pieces of its work."""
+        """Called by a thread whose work can wait a moment, before each piece of it."""
         if self.now:
             self._over.wait(MOST)
 

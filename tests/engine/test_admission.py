@@ -14,12 +14,14 @@ from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens, wai
 
 from rekindle.engine.engine import AT_FIRST, Engine, EngineSettings
 from rekindle.engine.flight import Flight
+from rekindle.engine.state import Loading
 from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.types import Failed, FinishReason, Started, Token
 from rekindle.errors import PoolFull, PromptTooLong
 from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import MOST_OF_A_KIND, Boundary, BoundaryKind, Prompt
 from rekindle.snapshots.disk import DiskStore
+from rekindle.spec import Span
 from rekindle.stages import Pipeline
 
 KNOWN = Prompt(random_tokens(150, 1))
@@ -99,101 +101,206 @@ def long_chunks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The chunks of these tests are long, and over once something has been put into the list."""
     over = list[bool]()
     monkeypatch.setattr("rekindle.engine.engine.SHARED", 32)
+    monkeypatch.setattr("rekindle.engine.scheduler.SHARED", 32)
     monkeypatch.setattr(Flight, "is_over", property(lambda flight: bool(over)))
     return over
+
+
+def gpu_like(lab: Lab, slots: int = 4, **settings: Any) -> Engine:
+    """Chunks take turns with decode steps, and a step may be launched ahead of the host."""
+    asked = {"context": 4096, "grid": 64, "async_steps": 1, "max_gap": 1.0, **settings}
+    pipeline = Pipeline([lab.stage(slots=slots, pages=400)])
+    return Engine(pipeline, PrefixCache(local_tiers(1 << 28)), EngineSettings(**asked)).start()
+
+
+class Diary:
+    """When slots are filled, steps launched and results collected. `at_step`: what happens as the n-th is launched."""
+
+    def __init__(self, engine: Engine, at_step: dict[int, Callable[[], object]] | None = None) -> None:
+        self.done = list[str]()
+        self._at_step = at_step or {}
+        for owner, verb, name in (
+            (engine.pipeline, "open", "open"),
+            (engine.pipeline, "forward", "step"),
+            (engine._collector, "collect", "collect"),
+        ):
+            setattr(owner, verb, self._noting(name, getattr(owner, verb)))
+
+    def _noting(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            self.done.append(name)
+            if name == "step":
+                self._at_step.get(self.done.count("step"), lambda: None)()
+            return call(*arguments)
+
+        return noted
 
 
 def test_what_comes_while_a_long_chunk_runs_has_its_slot_before_the_chunk_is_looked_at(
     lab: Lab, long_chunks: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_over(lab.stage(slots=2))
-    later, done = list[Answer](), list[str]()
-    open_slot, forward, collect = engine.pipeline.open, engine.pipeline.forward, engine._collector.collect
+    engine, later = gpu_like(lab), list[Answer]()
+    diary = Diary(engine, {1: lambda: later.append(Answer(engine, Prompt(random_tokens(20, 7))))})
+    open_slot = engine.pipeline.open
 
     def opened(slot: int) -> None:
-        done.append("open")
         open_slot(slot)
-        if len(done) > 1:
+        if diary.done.count("open") == 2:
             long_chunks.append(True)
 
-    def launched(*step: Any) -> Any:
-        done.append("step")
-        if not later:
-            later.append(Answer(engine, OTHER))
-        return forward(*step)
-
     monkeypatch.setattr(engine.pipeline, "open", opened)
-    monkeypatch.setattr(engine.pipeline, "forward", launched)
-    monkeypatch.setattr(engine._collector, "collect", lambda: (done.append("collect"), collect()))
-    assert Answer(engine, KNOWN).finished.reason is FinishReason.LENGTH
+    assert Answer(engine, Prompt(random_tokens(60, 8))).finished.reason is FinishReason.LENGTH
     assert later[0].finished.reason is FinishReason.LENGTH
-    assert done[: done.index("collect")] == ["open", "step", "open"]
+    assert diary.done[: diary.done.index("collect")] == ["open", "step", "open", "step"]
+    engine.stop()
+
+
+def test_a_long_prompt_stands_behind_the_chunk_as_soon_as_it_has_come(lab: Lab, long_chunks: list[bool]) -> None:
+    """No other prompt could share its chunk. The first chunk is over when both have been launched, and not before."""
+    engine, later = gpu_like(lab), list[Answer]()
+    both = {1: lambda: later.append(Answer(engine, Prompt(random_tokens(500, 7)))), 2: lambda: long_chunks.append(True)}
+    diary = Diary(engine, both)
+    assert Answer(engine, Prompt(random_tokens(60, 8))).finished.reason is FinishReason.LENGTH
+    assert later[0].finished.reason is FinishReason.LENGTH
+    assert diary.done[: diary.done.index("collect")] == ["open", "step", "open", "step"]
+    engine.stop()
+
+
+def test_nobody_waits_for_a_first_token_behind_a_second_chunk(
+    lab: Lab, long_chunks: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU it is drawn behind all that was launched before: the first chunk's results would come a chunk late."""
+    engine, later = gpu_like(lab), list[Answer]()
+    Answer(engine, KNOWN).wait()
+    waited, wait, beside = list[int](), DrawnTokens.wait, engine._admit_beside_chunk
+    inside = list[bool]()
+
+    def waits(drawn: DrawnTokens) -> None:
+        if inside:
+            waited.append(len(engine._flights))
+            long_chunks.append(True)
+        wait(drawn)
+
+    def marked() -> None:
+        inside.append(True)
+        beside()
+        inside.clear()
+
+    monkeypatch.setattr(DrawnTokens, "wait", waits)
+    monkeypatch.setattr(DrawnTokens, "arrived", False)
+    monkeypatch.setattr(engine, "_admit_beside_chunk", marked)
+    Diary(engine, {1: lambda: later.append(Answer(engine, KNOWN)), 12: lambda: long_chunks.append(True)})
+    assert Answer(engine, Prompt(random_tokens(600, 4))).finished.reason is FinishReason.LENGTH
+    assert later[0].finished.cache.restored == 150
+    assert all(count == 1 for count in waited)
     engine.stop()
 
 
 def test_an_engine_that_stops_waits_for_no_long_chunk(lab: Lab, long_chunks: list[bool]) -> None:
-    engine = engine_over(lab.stage(slots=2))
-    launched, forward = threading.Event(), engine.pipeline.forward
-    engine.pipeline.forward = lambda *step: (launched.set(), forward(*step))[1]  # type: ignore[method-assign]
-    answer = Answer(engine, KNOWN, max_tokens=500)
+    engine, launched = gpu_like(lab), threading.Event()
+    Diary(engine, {1: launched.set})
+    answer = Answer(engine, Prompt(random_tokens(60, 8)), max_tokens=500)
     assert launched.wait(60)
     engine.stop()
     assert answer.finished.reason is FinishReason.CANCELLED
 
 
 def test_a_step_that_no_more_prompts_could_share_is_launched_before_others_come_in(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, long_chunks: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    early, late = 2 * AT_FIRST, list[Answer]()
-    engine = engine_over(lab.stage(slots=early + 3, pages=8 * early))
+    """And nobody is kept out for longer than that."""
+    early, late = AT_FIRST + 4, list[Answer]()
+    engine = gpu_like(lab, slots=early + 3)
     monkeypatch.setattr(Engine, "_runs_long", True)  # the device has work: those in line come in at once
-    waiting, open_slot, forward = list[int](), engine.pipeline.open, engine.pipeline.forward
 
-    def opened(slot: int) -> None:
-        waiting.append(sum(not s.in_flight for s in engine._roster.prefilling))
-        open_slot(slot)
+    def others_come() -> None:
+        late.extend(Answer(engine, Prompt(random_tokens(20, 90 + seed))) for seed in range(3))
 
-    def launched(*step: Any) -> Any:
-        if not late:
-            late.extend(Answer(engine, Prompt(random_tokens(70, 90 + seed))) for seed in range(3))
-        return forward(*step)
-
-    monkeypatch.setattr(engine.pipeline, "open", opened)
-    monkeypatch.setattr(engine.pipeline, "forward", launched)
+    diary = Diary(engine, {1: others_come})
     with arriving_together(engine):
-        answers = [Answer(engine, Prompt(random_tokens(70, seed))) for seed in range(early)]
+        answers = [Answer(engine, Prompt(random_tokens(20, seed))) for seed in range(early)]
     assert all(answer.finished.reason is FinishReason.LENGTH for answer in answers)
     assert all(answer.finished.reason is FinishReason.LENGTH for answer in late)
-    assert waiting[:early] == list(range(early))
-    assert waiting[early] < AT_FIRST
+    opens = [at for at, what in enumerate(diary.done) if what == "open"]
+    assert diary.done[opens[early - 1] : opens[early]].count("step") >= 2, "the one in which they came, and the next"
     engine.stop()
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_background_prompts_in_slots_keep_no_client_out(lab: Lab, stages: int) -> None:
+    """Eight prompts that are prepared stand in slots; a long one runs, and a short one comes."""
+    whole = lab._oracle.span.stop
+    half = whole // 2
+    spans = [None] if stages == 1 else [Span(0, half), Span(half, whole)]
+    pipeline = Pipeline([lab.stage(span, slots=AT_FIRST + 4, pages=400) for span in spans])
+    settings = EngineSettings(context=4096, grid=64, async_steps=int(stages == 1))
+    engine = Engine(pipeline, PrefixCache(local_tiers(1 << 28)), settings).start()
+    steps, asked, ours = list[set[str]](), dict[str, Answer](), list[int]()
+    forward, collect = engine.pipeline.forward, engine._collector.collect
+
+    def launched(*step: Any) -> Any:
+        slots = {segment.slot for segment in step[0].segments}
+        steps.append({s.request.id for s in engine._roster.running if s.slot in slots})
+        if "long" not in asked and len(engine._roster.background) == AT_FIRST:
+            asked["long"] = Answer(engine, Prompt(random_tokens(1500, 1)))
+        return forward(*step)
+
+    def collected() -> None:
+        collect()
+        if "short" not in asked and "long" in asked and sum(asked["long"].id in step for step in steps) == 4:
+            ours.append(len(steps))
+            asked["short"] = Answer(engine, Prompt(random_tokens(70, 2)))
+
+    engine.pipeline.forward, engine._collector.collect = launched, collected  # type: ignore[method-assign]
+    with arriving_together(engine):
+        prepared = [
+            Answer(engine, Prompt(random_tokens(300, 700 + seed)), max_tokens=0, background=True)
+            for seed in range(AT_FIRST)
+        ]
+    wait_until(lambda: "short" in asked)
+    assert all(answer.finished for answer in (*asked.values(), *prepared))
+    engine.stop()
+    first = next(number for number, step in enumerate(steps) if asked["short"].id in step)
+    assert sum(asked["long"].id in step for step in steps[ours[0] : first]) < 8, "of two dozen"
+
+
 def test_snapshots_of_those_who_come_in_later_are_read_before_the_first_step(lab: Lab, tmp_path: Path) -> None:
-    stored = [Prompt(random_tokens(150, 50 + seed)) for seed in range(2)]
+    """As many as there are slots for; what RAM has is left alone, and nothing is read for scores of a prompt."""
+    prompts = [Prompt(random_tokens(150, 50 + seed)) for seed in range(3)]
     before = lab.engine(tmp_path)
-    expected = [Answer(before, prompt).tokens for prompt in stored]
+    expected = [Answer(before, prompt).tokens for prompt in prompts]
     before.stop()
 
     disk = DiskStore(tmp_path, "f" * 64, 1 << 30)
-    pipeline = Pipeline([lab.stage(slots=16, pages=200)])
+    pipeline = Pipeline([lab.stage(slots=AT_FIRST + 2, pages=400)])
     settings = EngineSettings(context=2048, grid=64)
     engine = Engine(pipeline, PrefixCache(local_tiers(1 << 28, disk)), settings).start()
-    asked, load, forward, at_first = list[str](), disk.load, pipeline.forward, list[int]()
+    in_ram = Prompt(random_tokens(150, 60))
+    Answer(engine, in_ram).wait()
+    asked, load, forward, at_first = list[str](), disk.load, pipeline.forward, list[tuple[int, int, int]]()
+    looked_up = engine.prefixes.stats().lookups
     disk.load = lambda id: (asked.append(id), load(id))[1]  # type: ignore[method-assign]
 
     def launched(*step: Any) -> Any:
-        wait_until(lambda: len(asked) == len(stored))
-        at_first.append(len(asked))
+        if not at_first:
+            wait_until(lambda: len(asked) == 2)
+            pinned = sum(entry.pins for entry in engine.prefixes.entries() if entry.position == 150)
+            loading = sum(isinstance(sequence.state, Loading) for sequence in engine._roster.line)
+            at_first.append((loading, pinned - len(asked), engine.prefixes.stats().lookups - looked_up))
         return forward(*step)
 
     pipeline.forward = launched  # type: ignore[method-assign]
     with arriving_together(engine):
         others = [Answer(engine, Prompt(random_tokens(70, seed))) for seed in range(AT_FIRST)]
-        again = [Answer(engine, prompt) for prompt in stored]
-    assert all(answer.finished.reason is FinishReason.LENGTH for answer in others)
-    assert [answer.tokens for answer in again] == expected
-    assert [answer.finished.cache.restored_from["disk"] for answer in again] == [150, 150]
+        scored = Answer(engine, prompts[0], prompt_logprobs=0)
+        again = [Answer(engine, prompt) for prompt in (in_ram, *prompts)]
+    assert all(answer.finished.reason is FinishReason.LENGTH for answer in (*others, scored))
+    assert [answer.tokens for answer in again[1:]] == expected
+    assert [answer.finished.cache.restored for answer in again] == [150] * 4
+    ((loading, pinned, lookups),) = at_first
+    assert loading == 2, "there are two slots left"
+    assert pinned <= 0, "what RAM has is looked up when its turn has come"
+    assert lookups <= AT_FIRST + 2, "those that came into slots, and the two that are read"
     engine.stop()
     assert_nothing_is_held(engine)
 

@@ -13,8 +13,11 @@ from support.snapshot_lab import Answer, Lab, random_tokens
 
 from rekindle import hurry
 from rekindle.engine.admission import Admission
+from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.hurry import give_way, hurrying, let_pass
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Prompt
+from rekindle.stages import Pipeline
 
 
 def passes(waiting: threading.Thread, seconds: float = 60) -> bool:
@@ -94,3 +97,18 @@ def test_a_prompt_comes_into_its_slot_in_a_hurry_and_reads_give_way(
     engine.stop()
     assert {"rekindle-loader", "rekindle-disk-reader"} <= set(ways)
     assert in_a_hurry and all(in_a_hurry)
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "host:1 (cpu)"])
+def test_a_launch_is_hurried_unless_it_is_all_of_the_work(
+    make_tiny: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward of a stage in another process lasts until that one has answered."""
+    stage, seen = Lab(make_tiny("dense")).stage(slots=2), list[bool]()
+    monkeypatch.setattr(Pipeline, "async_steps", int(device.startswith("cuda")))
+    engine = Engine(Pipeline([stage]), PrefixCache(local_tiers(1 << 28)), EngineSettings(context=2048, grid=64)).start()
+    forward = engine.pipeline.forward
+    engine.pipeline.forward = lambda *step: (seen.append(hurrying.now), forward(*step))[1]  # type: ignore[method-assign]
+    assert Answer(engine, Prompt(random_tokens(100, 1))).finished
+    engine.stop()
+    assert set(seen) == {device.startswith("cuda")}

@@ -11,6 +11,7 @@ import torch
 
 from rekindle.buffers import IN_FLIGHT, UPLOAD_SLABS
 from rekindle.errors import CopyFailed
+from rekindle.kernels.paging import fetch_pages
 from rekindle.kernels.pinning import pin
 from rekindle.kernels.upload import CopyThreads, Uploads, cut, in_groups, size_of
 from rekindle.pool.copies import HostCopies, LiveCopy, stack_or_view
@@ -204,6 +205,29 @@ def test_states_that_are_not_pinned_come_up_bit_for_bit(small_slabs: list[torch.
     PaperGpu(small_slabs).send(list(zip(to, truth, strict=True)))
     assert all(torch.equal(a, b) for a, b in zip(to, truth, strict=True))
     assert len(small_slabs) == UPLOAD_SLABS
+
+
+def test_pinned_states_are_fetched_by_size_and_only_what_lies_apart_is_copied(
+    small_slabs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    launches = list[tuple[int, int]]()
+
+    def fetched(targets: torch.Tensor, sources: torch.Tensor, nbytes: int) -> None:
+        launches.append((targets.numel(), nbytes))
+        fetch_pages(targets, sources, nbytes)
+
+    monkeypatch.setattr("rekindle.pool.copies.fetch_pages", fetched)
+    slots = [torch.full((3, *shape), torch.nan) for shape in [(4, 32), (2, 64), (3, 32), (4, 32), (5, 7), (0, 3)]]
+    places = torch.full((4, 2, 64, 2, 8), torch.nan)
+    to = [*(slot[1] for slot in slots), places[2, :, :5]]
+    truth = [torch.randn(tensor.shape) for tensor in to]
+    PaperGpu(small_slabs).send(list(zip(to, truth, strict=True)))
+    assert all(torch.equal(a, b) for a, b in zip(to, truth, strict=True))
+    assert launches == [(3, 512), (1, 384)], "not what has an odd size or lies in two pieces"
+    for slot in slots:
+        assert bool(slot[[0, 2]].isnan().all()), "its neighbours stay"
+    assert int(places.isnan().sum()) == places.numel() - to[-1].numel()
 
 
 # Pinning

@@ -71,7 +71,7 @@ class Admission:
                 # Asked before the others are launched: where they part is a boundary.
                 if not self._twins.is_ahead_of(sequence) and self._roster.slots_left > reserved:
                     with self._endings.isolated(sequence):
-                        self._restorer.look_ahead(sequence)
+                        self._restorer.read_ahead(sequence)
                 reserved += isinstance(sequence.state, Loading)
                 continue
             if sequence.namespace in held_up:

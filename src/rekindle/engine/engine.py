@@ -61,7 +61,8 @@ from rekindle.stages.graphs import GraphRecorder
 from rekindle.stages.layout import SHARED, SHARERS, round_up
 
 LINGER = 0.003  # seconds in which a client that was just answered often asks again: captures wait for it …
-LOOK = 0.0005  # … and between two looks at copies that are under way, or at a long chunk
+LOOK = 0.0005  # … and between two looks at copies that are under way
+BESIDE = 0.001  # seconds between two looks at a long chunk, which takes fifty times as long
 AT_FIRST = max(SHARERS)  # requests that come into slots before a device without work gets a step: no more can share it
 
 
@@ -112,7 +113,8 @@ class Engine:
             grid, pipeline.depth, async_steps, pace, block_rows, proposer, reach, pipeline.can_pause
         )
         on_cpu = all(stage.device == "cpu" for stage in pipeline.stages)
-        self._hurrying = nullcontext() if on_cpu else hurrying  # a launch there is all of the work
+        # Elsewhere a launch is all of the work, or a wait for another process.
+        self._hurrying = hurrying if pipeline.async_steps or len(pipeline.stages) > 1 else nullcontext()
 
         self._totals = Totals()
         self._flights = Flights()  # the launcher appends, the collector takes the oldest
@@ -248,7 +250,9 @@ class Engine:
         if not self._runs_long:  # others come in while the device has more to do
             self._admission.admit(AT_FIRST)
             self._launch()
-        if not self._scheduler.fills_a_step:  # else the device had better get that step first
+        if self._scheduler.takes_no_more:
+            self._launch()
+        if not self._next_waits_for_results:
             self._admission.admit()
         self._launch()
         self._collector.let_go()
@@ -262,26 +266,34 @@ class Engine:
             self._publisher.finish()
         self._publisher.publish_ready()
 
+    @property
+    def _next_waits_for_results(self) -> bool:
+        """Whether a chunk that takes no more prompts along could be launched once the oldest step, which is over, has
+        been looked at."""
+        return self._scheduler.takes_no_more and bool(self._flights) and self._flights[0].is_over
+
     def _admit_beside_chunk(self) -> None:
-        """While the device runs a long chunk and nobody answers, requests that come get their slots. The next chunk
-        stands behind it as soon as no other prompt could share it, else when it is over and before its results are
-        looked at: the device would stand still meanwhile."""
-        while self._runs_long_chunk and not self._flights[0].is_over:
-            if not self._inbox.comes_within(LOOK):
+        """While a long chunk is all that the device has, and nobody answers, requests that come get their slots. The
+        next chunk stands behind it as soon as no prompt that is still to come could share it, else when this one is
+        over and before its results are looked at: the device would stand still meanwhile."""
+        while self._runs_one_long_chunk and not self._flights[0].is_over:
+            if not self._inbox.comes_within(BESIDE):
                 continue
             if not self._inbox.receive(idle=False):
                 return
             self._endings.cancel_marked()
             self._admission.admit()
-            if self._scheduler.fills_a_step:
+            if self._scheduler.takes_no_more:
                 self._launch()
-        if self._runs_long_chunk:
+        if self._runs_one_long_chunk:
             self._launch()
 
     @property
-    def _runs_long_chunk(self) -> bool:
-        """Whether the oldest step is a chunk for which it does not matter that its end is seen somewhat later."""
-        return bool(self._flights) and self._flights.begun is None and self._flights[0].batch.rows > SHARED
+    def _runs_one_long_chunk(self) -> bool:
+        """Of several GPUs a chunk counts as over at once: nobody can ask all of them."""
+        if len(self._flights) != 1 or self._flights.begun is not None:
+            return False
+        return self._flights[0].batch.rows > SHARED and not any(s.decoding for s in self._roster.running)
 
     @property
     def _runs_long(self) -> bool:

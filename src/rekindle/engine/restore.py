@@ -93,13 +93,14 @@ class Restorer:
             return self._open_for_scores(sequence)
         return self._restore_prefix(sequence, alone)
 
-    def look_ahead(self, sequence: Sequence) -> None:
-        """No slot yet: a snapshot on disk is read while others come into theirs."""
+    def read_ahead(self, sequence: Sequence) -> None:
+        """It gets no slot yet: if its snapshot lies on disk, it is read while others come into theirs."""
         waits = isinstance(sequence.state, Waiting) and sequence.state.found is None
         if not waits or sequence.background or sequence.audit is not None or sequence.scores_prompt:
             return
-        if self._kept_for(sequence) is None and self._prefixes.known_length(sequence.key, sequence.namespace):
-            self._look_up(sequence)
+        kept = self._roster.kept.known_length(sequence.key, sequence.namespace)
+        if self._prefixes.must_be_read(sequence.key, sequence.namespace, beyond=kept):
+            self._read(sequence)
 
     def take_loaded(self, sequence: Sequence) -> None:
         """Its snapshot has been read; raises what kept the loader from reading. A sequence that ended is let be."""
@@ -196,10 +197,13 @@ class Restorer:
         if found is not None:
             self._roster.keep_found(sequence, found)
             return found
+        self._read(sequence)
+        return None
+
+    def _read(self, sequence: Sequence) -> None:
         reading = self._loader.load(sequence.key, sequence.namespace)
         self._roster.load(sequence, reading)
         reading.add_done_callback(lambda _: self._on_loaded(sequence))
-        return None
 
     def _look_again(self, sequence: Sequence, alone: bool) -> Placement:
         self._forget_found(sequence)

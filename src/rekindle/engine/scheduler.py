@@ -80,10 +80,13 @@ class Scheduler:
         return tuple(self._prefilling)
 
     @property
-    def fills_a_step(self) -> bool:
-        """Whether so many short prompts, or ends of prompts, wait that no more could share a step with them."""
-        waiting = (s for s in self._prefilling if not s.in_flight and s.prefill_end - s.position <= SHARED)
-        return sum(1 for _ in waiting) >= max(SHARERS)
+    def takes_no_more(self) -> bool:
+        """Whether no prompt that is still to come could share the next chunk with those that wait for theirs. False
+        where chunks and decode rows share batches."""
+        waiting = [s for s in self._prefilling if not (s.in_flight or s.cancelled or s.background)]
+        if self.pace is None or not waiting:
+            return False
+        return waiting[0].prefill_end - waiting[0].position > SHARED or len(waiting) >= max(SHARERS)
 
     def next_batch(self, decoding: list[Sequence], fits: Fits) -> Step | None:
         """The next step; None if no segment is ready or fits. Blocks are drafted for a batch without chunks: its rows

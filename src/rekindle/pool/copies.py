@@ -30,6 +30,7 @@ from rekindle.pool.ready import Later, has_failed
 from rekindle.snapshots.slabs import EDGE, Cuts, Slabs, SlabSlice
 from rekindle.snapshots.types import Page, Ready
 
+FETCHED = 128  # bytes; of what is fetched by address, as many times these
 UPLOAD_THREADS = max(1, min((os.cpu_count() or 1) // 2, 8))  # that fill them
 
 
@@ -266,9 +267,12 @@ class HostCopies:
     # To the device
 
     def send(self, pairs: Sequence[Pair]) -> None:
-        """Host memory to the device, (to, from) each, on the current stream. Tensors of one shape that lie side by
-        side, as captures leave them, go over in one copy: calls cost the caller more than bytes."""
+        """Host memory to the device, (to, from) each, on the current stream, in few calls, since they cost the caller
+        more than bytes: the device itself reads all pinned tensors of one size; rows of open pages, which lie apart in
+        it, go over in one copy where they lie side by side on the host, as captures leave them."""
         ordinary = list[Pair]()
+        if self.pinned:
+            pairs = self._fetch_alike(pairs)
         for run in _side_by_side(pairs) if self.pinned else [[pair] for pair in pairs]:
             first = run[0][1]
             if self.pinned and first.nbytes and not first.is_pinned():
@@ -281,6 +285,24 @@ class HostCopies:
         for group in self.through([tensor for _, tensor in ordinary]) if ordinary else ():
             for tensor in group:
                 next(targets).copy_(tensor, non_blocking=True)
+
+    def _fetch_alike(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """One launch for all pinned tensors of a size; what is left."""
+        alike, left, pinned = dict[int, list[Pair]](), list[Pair](), dict[int, bool]()
+        for to, source in pairs:
+            memory = source.untyped_storage().data_ptr()
+            if memory not in pinned:
+                pinned[memory] = source.is_pinned()
+            if pinned[memory] and _can_be_fetched(to, source):
+                alike.setdefault(source.nbytes, []).append((to, source))
+            else:
+                left.append((to, source))
+        for nbytes, its in alike.items():
+            self.hold(its)
+            addresses = np.array([[[tensor.data_ptr() for tensor in tensors]] for tensors in zip(*its, strict=True)])
+            targets, sources = sent(torch.from_numpy(addresses), self._device)
+            fetch_pages(targets, sources, nbytes)
+        return left
 
     def _send_run(self, targets: list[torch.Tensor], first: torch.Tensor) -> None:
         """first: of as many tensors side by side."""
@@ -358,6 +380,12 @@ def _copy_to_slabs(slices: Sequence[SlabSlice], data: torch.Tensor) -> None:
         stop = start + target.memory.nbytes
         torch.from_numpy(target.memory).copy_(data[start:stop], non_blocking=True)
         start = stop
+
+
+def _can_be_fetched(to: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether `fetch_pages` copies it, by the kernel that is compiled before the first request."""
+    in_words = source.nbytes and not source.nbytes % FETCHED and not (to.data_ptr() | source.data_ptr()) % 16
+    return bool(in_words) and to.dtype == source.dtype and to.is_contiguous() and source.is_contiguous()
 
 
 def _side_by_side(pairs: Sequence[Pair]) -> list[list[Pair]]:

@@ -113,6 +113,13 @@ class PrefixCache:
         """How much of a prompt a lookup would find now; nothing is loaded, pinned or counted."""
         return self._lookups.known_length(tokens, namespace)
 
+    def must_be_read(self, tokens: Sequence[int] | np.ndarray, namespace: str = "", *, beyond: int = 0) -> bool:
+        """Whether the longest published prefix, if it is longer than `beyond`, lies in a slow tier only.
+
+        Nothing is loaded, pinned or counted.
+        """
+        return self._lookups.must_be_read(tokens, beyond, namespace)
+
     def continuations(self, tokens: Sequence[int] | np.ndarray, longest: int, namespace: str = "") -> list[list[int]]:
         """Runs of at most `longest` tokens that follow exactly these in published prefixes, newest first.
 

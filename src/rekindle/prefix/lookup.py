@@ -74,6 +74,14 @@ class Lookups:
             candidates = self._catalogue.index.walk(prompt, namespace).candidates
             return max((entry.position for entry in candidates if _serves(entry, len(prompt))), default=0)
 
+    def must_be_read(self, tokens: Sequence[int] | np.ndarray, beyond: int, namespace: str) -> bool:
+        prompt = key_of(tokens)
+        with self._lock:
+            candidates = self._catalogue.index.walk(prompt, namespace).candidates
+            longest = next((entry for entry in candidates if _serves(entry, len(prompt))), None)
+            found = longest is not None and longest.position > beyond
+            return found and longest is not None and self._catalogue.at_hand(longest) is None
+
     def continuations(self, tokens: Sequence[int] | np.ndarray, longest: int, namespace: str) -> list[list[int]]:
         prompt = key_of(tokens)
         with self._lock:

@@ -114,7 +114,6 @@ class Loader:
             if evict is not None:
                 own_reads.finish()  # alone, so that an altered one evicts nothing
                 evict(coming)
-            give_way()
             runs = self._page_runs(listed, wanted)
             page_reads.begin([partial(self._verify_pages, *batch) for batch in _batches(runs, coming // READERS)])
             # While they are read, all that needs no bytes.
@@ -127,7 +126,6 @@ class Loader:
             fresh = {name: LivePage(*columns[name]) for name in wanted}
             own_reads.finish()
             page_reads.finish()
-        give_way()
         tokens = join_tokens([columns[name][1] for name in listed.pages], listed.tail_tokens)
         self._expected.check_tokens(tokens, id, listed.whose)
         try:
@@ -156,7 +154,6 @@ class Loader:
         run, piece = own[number]
         piece.slab.make()
         read_whole(self._files, [(self._path(listed.own), run.start, [piece.memory])], listed.own_bytes)
-        give_way()
         if unread.pop() == 0:
             many = listed.own_bytes >= MANY_THREADS
             self._check(listed.own, digest((piece.memory for _, piece in own), blake3.AUTO if many else 1))
@@ -179,7 +176,6 @@ class Loader:
         names = [run.names[page] for page in pages]
         reads = [(self._path(name), 0, both) for name, both in zip(names, memories, strict=True)]
         read_whole(self._files, reads, PAGE_HEADER + body)
-        give_way()
         for name, both in zip(names, memories, strict=True):
             self._check(name, digest(both))
 
