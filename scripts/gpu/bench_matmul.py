@@ -243,9 +243,9 @@ OUT_35B = "35B out 2048,4096 Q4_K", [("Q4_K", 2048)], 4096
 
 def cases() -> Iterator[Callable[[], Case]]:
     few, part = FewConfig, functools.partial
-    pairs = moe_tensor_core.PAIRS
-    yield part(moe_case, 1, (pairs,), integers=False)
-    yield part(moe_case, 8, (pairs._replace(down_warps=8, registers=0),))
+    pairs = moe_tensor_core.pairs_config
+    yield part(moe_case, 1, (pairs(1),), integers=False)
+    yield part(moe_case, 8, (pairs(8),))
     yield part(moe_case, 16)
     yield part(moe_case, 32)
     yield part(products_case, *SMALL, 1, few(8, 0, False))

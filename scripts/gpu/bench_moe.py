@@ -1,16 +1,13 @@
-"""Check, then time, the routed experts of one to 2,048 rows on a GPU, in the shape of 35B-A3B.
+"""Check, then time, the routed experts of 33 to 2,048 rows on a GPU, in the shape of 35B-A3B.
 
     PYTHONPATH=src python3 scripts/gpu/bench_moe.py [--rows 64,512] [--down Q4_K,Q6_K] [--skew 0] [--parts]
-    PYTHONPATH=src python3 scripts/gpu/bench_moe.py --rows 8,2,16,4,1,32    forms of few rows, with the shared expert
 
 1. All kernels are compiled by worker processes, as before a server's first request.
 2. Every form against the definition in float64: uniform choices; all rows on a few experts; with the shared expert.
-   What is allocated holds no numbers until it is written. Up to 32 rows also replays of layers behind their routers,
-   where launches begin early, against the same ones one after the other: not a bit may differ.
+   What is allocated holds no numbers until it is written.
 3. A timing is the median of replayed graphs: a chain of layers, each on weights that the L2 no longer holds, with
    choices of its own, from the chosen experts to the sum (no router). --skew: what an expert is liked by, as the
-   deviation of its logit. --parts: the time of every launch too, as torch's profiler has it; of few rows for all
-   forms, of the first count. Launches that overlap give no sum.
+   deviation of its logit. --parts: the time of every launch too, as torch's profiler has it.
 
 "tiled" is the form of any GPU (`groups`); "now" is what the dispatcher takes. The short table (microseconds a
 layer) comes last; all goes to $OUT/bench_moe.txt. Exit code 1: something was wrong.
@@ -28,7 +25,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,18 +36,15 @@ from torch.nn.functional import silu
 from rekindle.kernels.matmul import naive
 from rekindle.kernels.matmul.packing import FORMATS, pack
 from rekindle.kernels.matmul.types import Matrix, Packed
-from rekindle.kernels.moe import resident, router
 from rekindle.kernels.moe import triton as fast
 from rekindle.kernels.moe.along_outputs import AlongConfig
-from rekindle.kernels.moe.resident import ResidentConfig
 from rekindle.kernels.moe.types import ExpertStack, SharedExpert
 
 EXPERTS, USED, HIDDEN, WIDTH = 256, 8, 2048, 512
 ROWS = 33, 64, 128, 200, 256, 384, 512, 768, 1024, 1536, 2048
-FEW_ROWS = 32  # up to here forms are timed with the shared expert, which takes a good part
 LAYERS = 3  # of 450 MB each: the L2 holds 50 MB
-LINKS, FEW_LINKS = 6, 24  # of a chain, and of one of few rows: together they read more than the L2 holds
-REPLAYS = 21
+LINKS = 6  # of a chain
+SECONDS = 75.0  # after this nothing more is timed
 BOUND = 8e-3  # relative error: what lies between the products is in bfloat16
 BF16 = torch.bfloat16
 OUT = Path(os.environ.get("OUT", "/tmp"))
@@ -74,15 +67,6 @@ CONFIGS: dict[AlongConfig, tuple[int, int]] = {
     AlongConfig(4, 1, 8, 2, 255, 255): (768, 2048),
 }
 
-# The same for few rows: warps along and across, those of down, pairs by twos.
-RESIDENT: dict[ResidentConfig, tuple[int, int]] = {
-    ResidentConfig(4, 4, 16, twos=False): (1, 2),
-    ResidentConfig(4, 2, 8, twos=False): (2, 4),
-    ResidentConfig(4, 2, 8, twos=True): (4, 16),
-    ResidentConfig(4, 2, 4, twos=True): (8, 16),
-    ResidentConfig(4, 4, 4, twos=True): (8, 8),
-}
-
 
 class Layer:
     """Routed experts and a shared one."""
@@ -94,10 +78,6 @@ class Layer:
         matrices = [Matrix((part.rows, part.columns), packed=part) for part in shared]
         self.shared = SharedExpert(matrices[0], matrices[1], matrices[2], scale)
         self.planes = shared
-
-    @cached_property
-    def values(self) -> list[Tensor]:
-        return [naive.packed_values(part.planes).view(part.shape) for part in self.stacks]
 
     @property
     def stacks(self) -> tuple[ExpertStack, ExpertStack, ExpertStack]:
@@ -122,22 +102,9 @@ def along(config: AlongConfig) -> Run:
     return run
 
 
-def resident_form(config: ResidentConfig) -> Run:
-    def run(layer: Layer, h: Tensor, ids: Tensor, weights: Tensor, shared: SharedExpert | None) -> Tensor:
-        planes = [stack.planes for stack in layer.stacks]
-        beside = None if shared is None else (*layer.planes, shared.scale)
-        return resident.run(h, ids, weights, planes[0], planes[1], planes[2], WIDTH, beside, config)
-
-    return run
-
-
 def forms(rows: int) -> Iterator[tuple[str, Run]]:
-    if rows > FEW_ROWS:
-        yield "tiled", tiled
+    yield "tiled", tiled
     yield "now", now
-    for few, (least, most) in RESIDENT.items():
-        if least <= rows <= most:
-            yield f"resident {','.join(map(str, few[:-1]))}{' twos' if few.twos else ''}", resident_form(few)
     for config, (least, most) in CONFIGS.items():
         if least <= rows <= most:
             yield ",".join(map(str, config)), along(config)
@@ -191,7 +158,7 @@ def choices(rows: int, skew: float, experts: int = EXPERTS) -> tuple[Tensor, Ten
 
 def expected(layer: Layer, h: Tensor, ids: Tensor, weights: Tensor, shared: bool) -> Tensor:
     """Expert by expert in float64."""
-    gate, up, down = layer.values
+    gate, up, down = (naive.packed_values(part.planes).view(part.shape) for part in layer.stacks)
     total = torch.zeros(h.shape, dtype=torch.float64, device="cuda")
     for expert in ids.unique().tolist():
         row, place = torch.nonzero(ids == expert, as_tuple=True)
@@ -226,8 +193,6 @@ def compile_ahead(target: list[Any], downs: list[str], rows: list[int]) -> None:
                 h = torch.empty(count, HIDDEN, dtype=BF16, device="cuda:0")
                 ids = torch.empty(count, USED, dtype=torch.int32, device="cuda:0")
                 weights = torch.empty(count, USED, device="cuda:0")
-                if count <= FEW_ROWS:
-                    router.route(h, torch.empty(EXPERTS, HIDDEN, device="cuda:0"), USED)
                 for _, run in forms(count):
                     for shared in (None, layer.shared):
                         run(layer, h, ids, weights, shared)
@@ -264,15 +229,10 @@ def poisoned() -> Iterator[None]:
         yield
 
 
-def complaints(layers: list[Layer], down: str, rows: list[int]) -> Iterator[str]:
-    layer = layers[0]
-    few = [count for count in rows if count <= FEW_ROWS]
-    many = [count for count in rows if count > FEW_ROWS]
+def complaints(layer: Layer, down: str, rows: list[int]) -> Iterator[str]:
     for count, experts, beside in (
-        *((count, EXPERTS, True) for count in few),
-        *((count, 11, False) for count in few),  # pairs in odd numbers, many of an expert
-        *((count, EXPERTS, False) for count in many if count in (many[0], many[-1], 512)),
-        *((count, 11, True) for count in many if count in (many[0], 200)),
+        *((count, EXPERTS, False) for count in rows if count in (rows[0], rows[-1], 512)),
+        *((count, 11, True) for count in rows if count in (rows[0], 200)),
     ):
         h = torch.randn(count, HIDDEN, device="cuda").to(BF16)
         ids, weights = choices(count, 0.0, experts)
@@ -283,45 +243,11 @@ def complaints(layers: list[Layer], down: str, rows: list[int]) -> Iterator[str]
             error = float((out.double() - right).norm() / right.norm())
             if not error < BOUND:
                 yield f"WRONG {name}, {count} rows on {experts} experts, down {down}: error {error:.1e}"
-    for count in few:
-        for name, run in forms(count):
-            if not hurried_alike(layers, count, run):
-                yield f"WRONG {name}, {count} rows, down {down}: replayed it differs"
-
-
-def links_of(rows: int) -> int:
-    return FEW_LINKS if rows <= FEW_ROWS else LINKS
-
-
-def hurried_alike(layers: list[Layer], rows: int, run: Run) -> bool:
-    """Whether a recorded chain of routers and layers gives what the same launches give with a pause after each."""
-    inputs = [torch.randn(rows, HIDDEN, device="cuda").to(BF16) for _ in range(LINKS)]
-    routers = [torch.randn(EXPERTS, HIDDEN, device="cuda") / HIDDEN**0.5 for _ in range(LINKS)]
-
-    def outputs(pause: Callable[[], None]) -> list[Tensor]:
-        outs = []
-        for link, (h, weight) in enumerate(zip(inputs, routers, strict=True)):
-            ids, weights = router.route(h, weight, USED)
-            pause()
-            layer = layers[link % len(layers)]
-            outs.append(run(layer, h, ids, weights, layer.shared))
-            pause()
-        return outs
-
-    right = outputs(torch.cuda.synchronize)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = outputs(lambda: None)
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    return all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
 
 
 def chain(layers: list[Layer], rows: int, skew: float, run: Run, shared: bool) -> Callable[[], None]:
-    torch.manual_seed(rows)  # the same choices for every form
     h = torch.randn(rows, HIDDEN, device="cuda").to(BF16)
-    chosen = [choices(rows, skew) for _ in range(links_of(rows))]
+    chosen = [choices(rows, skew) for _ in range(LINKS)]
 
     def links() -> None:
         for link, (ids, weights) in enumerate(chosen):
@@ -331,25 +257,25 @@ def chain(layers: list[Layer], rows: int, skew: float, run: Run, shared: bool) -
     return links
 
 
-def microseconds(links: Callable[[], None], count: int) -> float:
-    """Of one link, by replays of the chain of so many."""
+def microseconds(links: Callable[[], None]) -> float:
+    """Of one link, by replays of the chain."""
     links()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         links()
     graph.replay()
     times = []
-    for _ in range(REPLAYS):
+    for _ in range(9):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         stop.record()
         stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / count)
+        times.append(start.elapsed_time(stop) * 1e3 / LINKS)
     return statistics.median(times)
 
 
-def parts(links: Callable[[], None], count: int) -> str:
+def parts(links: Callable[[], None]) -> str:
     """Microseconds of a link by launch."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -357,7 +283,7 @@ def parts(links: Callable[[], None], count: int) -> str:
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         links()
         torch.cuda.synchronize()
-    return ", ".join(f"{each.key[:40]} {each.self_device_time_total / count:.1f}" for each in found.key_averages())
+    return ", ".join(f"{each.key[:40]} {each.self_device_time_total / LINKS:.0f}" for each in found.key_averages())
 
 
 def table(rows: list[int], found: dict[tuple[str, int, bool], float]) -> Iterator[str]:
@@ -366,7 +292,7 @@ def table(rows: list[int], found: dict[tuple[str, int, bool], float]) -> Iterato
     for name, shared in names:
         cells = [found.get((name, count, shared)) for count in rows]
         label = name + (" + shared" if shared else "")
-        yield label.rjust(32) + "".join("      –" if cell is None else f"{cell:7.1f}" for cell in cells)
+        yield label.rjust(32) + "".join("      –" if cell is None else f"{cell:7.0f}" for cell in cells)
 
 
 def main() -> int:
@@ -374,10 +300,7 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--down", default="Q4_K,Q6_K", help="types of down that are tried")
     parser.add_argument("--skew", type=float, default=0.0)
-    parser.add_argument(
-        "--parts", action="store_true", help="the launches of what the house takes; of few rows, of all"
-    )
-    parser.add_argument("--seconds", type=float, default=75.0, help="after these nothing more is timed")
+    parser.add_argument("--parts", action="store_true", help="of what the house takes, every launch")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rows, downs = [int(count) for count in options.rows.split(",")], options.down.split(",")
@@ -399,22 +322,21 @@ def main() -> int:
     tables: list[str] = []
     for down in downs:
         layers = [make_layer(random_packed, down) for _ in range(LAYERS)]
-        for problem in complaints(layers, down, rows):
+        for problem in complaints(layers[0], down, rows):
             log(problem)
             wrong += 1
         log(f"down {down}: checked after {time.perf_counter() - begin:.0f} s")
         found: dict[tuple[str, int, bool], float] = {}
         for count in rows:
             for name, run in forms(count):
-                few = count <= FEW_ROWS
-                for shared in (True,) if few else (False, True) if name in ("tiled", "now") else (False,):
-                    if time.perf_counter() - begin > options.seconds:
+                for shared in (False, True) if name in ("tiled", "now") else (False,):
+                    if time.perf_counter() - begin > SECONDS:
                         log(f"no time left for {name}, {count} rows")
                         continue
                     links = chain(layers, count, options.skew, run, shared)
-                    found[name, count, shared] = microseconds(links, links_of(count))
-                    if options.parts and (count == rows[0] if few else name == "now" and not shared):
-                        log(f"{name}, {count} rows: {parts(links, links_of(count))}")
+                    found[name, count, shared] = microseconds(links)
+                    if options.parts and name == "now" and not shared:
+                        log(f"{count} rows: {parts(links)}")
         tables += [f"down {down}", *table(rows, found)]
         del layers
     log(f"timed after {time.perf_counter() - begin:.0f} s")

@@ -10,7 +10,6 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
 from rekindle.kernels.matmul import gemv, mma, mma_row, ptx
-from rekindle.kernels.moe import integers
 
 
 def array(value: Any) -> np.ndarray:
@@ -199,33 +198,6 @@ def product(*operands: Any) -> tuple[tl.tensor, ...]:
     return tuple(registers(each, tl.float32) for each in sums)
 
 
-def load_long(address: tl.tensor) -> tl.tensor:
-    both = memory(array(address), 2, np.ones(array(address).shape))
-    lower, upper = (array(word).view(np.uint32).astype(np.uint64) for word in both)
-    return registers((upper << np.uint64(32) | lower).view(np.int64), tl.int64)
-
-
-def bytes_of(register: Any, shape: tuple[int, ...], type: type[np.integer[Any]]) -> np.ndarray:
-    """The four bytes of a register, the lowest first: int64 [PAIRS, warps, 8, 4, 4]."""
-    bits = np.ascontiguousarray(np.broadcast_to(array(register), shape)).view(np.uint32)
-    return bits.reshape(shape[0], -1, 8, 4, 1).view(type).astype(np.int64)
-
-
-def integer_product(*operands: Any) -> tuple[tl.tensor, ...]:
-    """mma.m16n8k32 for bytes: a [16, 32] rows, b [32, 8] columns, c [16, 8], spread as the PTX manual has it."""
-    shape = array(operands[4]).shape
-    a0, a1, a2, a3 = (bytes_of(register, shape, np.uint8) for register in operands[:4])
-    b0, b1 = (bytes_of(register, shape, np.int8) for register in operands[4:6])
-    c = [np.broadcast_to(array(each), shape).reshape(shape[0], -1, 8, 4) for each in operands[6:]]
-    flat = (*c[0].shape[:2], 8, 16)
-    a = np.concatenate([np.concatenate([x.reshape(flat) for x in half], -1) for half in ((a0, a2), (a1, a3))], -2)
-    b = np.concatenate([b0.reshape(flat), b1.reshape(flat)], -1).swapaxes(-1, -2)
-    y = a @ b
-    parts = y[..., :8, 0::2], y[..., :8, 1::2], y[..., 8:, 0::2], y[..., 8:, 1::2]
-    sums = [(part + each).astype(np.int32).reshape(shape) for part, each in zip(parts, c, strict=True)]
-    return tuple(registers(each, tl.int32) for each in sums)
-
-
 def lay_out(monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
     """Replace the instructions of `ptx` where they are used."""
     here = {
@@ -235,7 +207,6 @@ def lay_out(monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
         "load_four": load_four,
         "ask_for": ask_for,
         "hold": hold,
-        "held": hold,
         "load_two": load_two,
         "load_piece": load_piece,
         "load_quad": load_quad,
@@ -261,17 +232,3 @@ def lay_out(monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
         for name, function in here.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, function)
-
-
-def lay_out_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for `moe.integers`, which has loads of its own."""
-    lay_out(monkeypatch, integers)
-    for name, function in {
-        "load_codes": load_piece,
-        "load_entry": load_piece,
-        "load_fixed": load_one,
-        "load_long": load_long,
-        "load_scales": load_piece,
-        "integer_mma": integer_product,
-    }.items():
-        monkeypatch.setattr(integers, name, function)

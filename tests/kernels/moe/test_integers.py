@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from support.expert_stacks import matrix, stack
 from support.matrices import drawn, error
-from support.paper_units import lay_out, lay_out_integers
+from support.paper_units import array, lay_out, load_one, load_piece, memory, registers
 from torch import Tensor
 
 from rekindle.kernels.matmul import mma
-from rekindle.kernels.moe import integers, naive, resident, tensor_core
+from rekindle.kernels.moe import integers, naive, tensor_core
 from rekindle.kernels.moe import triton as fast
 from rekindle.kernels.moe.types import SharedExpert
 
@@ -18,11 +22,46 @@ EXPERTS, HIDDEN, WIDTH = 3, 256, 256
 BF16 = torch.bfloat16
 
 
+def load_long(address: tl.tensor) -> tl.tensor:
+    both = memory(array(address), 2, np.ones(array(address).shape))
+    lower, upper = (array(word).view(np.uint32).astype(np.uint64) for word in both)
+    return registers((upper << np.uint64(32) | lower).view(np.int64), tl.int64)
+
+
+def bytes_of(register: Any, shape: tuple[int, ...], type: type[np.integer[Any]]) -> np.ndarray:
+    """The four bytes of a register, the lowest first: int64 [PAIRS, warps, 8, 4, 4]."""
+    bits = np.ascontiguousarray(np.broadcast_to(array(register), shape)).view(np.uint32)
+    return bits.reshape(shape[0], -1, 8, 4, 1).view(type).astype(np.int64)
+
+
+def integer_product(*operands: Any) -> tuple[tl.tensor, ...]:
+    """mma.m16n8k32 for bytes: a [16, 32] rows, b [32, 8] columns, c [16, 8], spread as the PTX manual has it."""
+    shape = array(operands[4]).shape
+    a0, a1, a2, a3 = (bytes_of(register, shape, np.uint8) for register in operands[:4])
+    b0, b1 = (bytes_of(register, shape, np.int8) for register in operands[4:6])
+    c = [np.broadcast_to(array(each), shape).reshape(shape[0], -1, 8, 4) for each in operands[6:]]
+    flat = (*c[0].shape[:2], 8, 16)
+    a = np.concatenate([np.concatenate([x.reshape(flat) for x in half], -1) for half in ((a0, a2), (a1, a3))], -2)
+    b = np.concatenate([b0.reshape(flat), b1.reshape(flat)], -1).swapaxes(-1, -2)
+    y = a @ b
+    parts = y[..., :8, 0::2], y[..., :8, 1::2], y[..., 8:, 0::2], y[..., 8:, 1::2]
+    sums = [(part + each).astype(np.int32).reshape(shape) for part, each in zip(parts, c, strict=True)]
+    return tuple(registers(each, tl.int32) for each in sums)
+
+
 @pytest.fixture(autouse=True)
 def _paper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mma, "available", lambda x: x.dtype == BF16)
-    lay_out(monkeypatch, tensor_core)
-    lay_out_integers(monkeypatch)
+    lay_out(monkeypatch, tensor_core, integers)
+    for name, function in {
+        "load_codes": load_piece,
+        "load_entry": load_piece,
+        "load_fixed": load_one,
+        "load_long": load_long,
+        "load_scales": load_piece,
+        "integer_mma": integer_product,
+    }.items():
+        monkeypatch.setattr(integers, name, function)
 
 
 class Layer:
@@ -97,13 +136,12 @@ def test_rows_between_pairs_and_groups_take_this_way(monkeypatch: pytest.MonkeyP
     taken = []
     ways = {
         "pairs": (tensor_core, "by_pair"),
-        "resident": (resident, "run"),
         "integers": (fast, "by_integers"),
         "groups": (fast, "by_group_along_outputs"),
     }
     for name, (module, function) in ways.items():
         monkeypatch.setattr(module, function, lambda *_, name=name: taken.append(name))
-    for rows in (1, 2, 8, 9, 32, 33):
+    for rows in (8, 9, 32, 33):
         h, ids, weights = drawn(rows, HIDDEN).to(BF16), torch.zeros(rows, 1, dtype=torch.int32), torch.ones(rows, 1)
         fast.moe(h, ids, weights, layer.gate, layer.up, layer.down)
-    assert taken == ["pairs", "resident", "resident", "integers", "integers", "groups"]
+    assert taken == ["pairs", "integers", "integers", "groups"]

@@ -5,8 +5,7 @@ kernels, here by file and function. "Tensor cores": all three stacks can use the
 expert that is no pair like the others (of two types, or of another width) keeps a layer from `by_pair`.
 
     experts                           rows of h   kernels
-    tensor cores                      1           tensor_core.by_pair
-    tensor cores                      2-8         resident.run
+    tensor cores                      1-8         tensor_core.by_pair
     tensor cores                      9-32        integers.run_experts
     tensor cores                      33-1280     along_outputs.grouped_shares
     tensor cores                      1281-3071   groups.run_grouped

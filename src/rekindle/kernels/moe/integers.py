@@ -149,7 +149,7 @@ def store_whole(x, values, entries, block):
 
 
 @triton.jit
-def whole_row(x, values, entries, number):
+def _whole_row(x, values, entries, number):
     """256 values of a row: the number counts such pieces, row by row."""
     b = number.to(tl.int64) * 8 + tl.arange(0, 8)
     here = tl.load(x + b[:, None] * 32 + tl.arange(0, 32)[None, :]).to(tl.float32)
@@ -189,7 +189,7 @@ def _prepare_kernel(
     if e < experts:
         place_tiles(ids, order, tiles, e, pairs, B)
     else:
-        whole_row(x, values, entries, e - experts)
+        _whole_row(x, values, entries, e - experts)
 
 
 def empty_whole(rows: int, columns: int, device: torch.device) -> Whole:

@@ -48,7 +48,8 @@ class TensorCoreConfig(NamedTuple):
         return {"maxnreg": self.registers} if self.registers else {}
 
 
-PAIRS = TensorCoreConfig(8, 16, registers=80)  # of one row: others go by `resident`
+def pairs_config(rows: int) -> TensorCoreConfig:
+    return TensorCoreConfig(8, 16, registers=80) if rows == 1 else TensorCoreConfig(8, 8)
 
 
 @triton.jit
@@ -206,7 +207,7 @@ def by_pair(
     whose experts have distinct slots."""
     rows, hidden = h.shape
     assert missing is None or rows == 1, f"{rows} rows may bring an expert twice"
-    config = config or PAIRS
+    config = config or pairs_config(rows)
     early = pdl_arguments(h.device)
     used = ids.shape[1]
     h = h.contiguous()

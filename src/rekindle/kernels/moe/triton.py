@@ -20,17 +20,15 @@ from rekindle.kernels import matmul
 from rekindle.kernels.device import pdl_arguments
 from rekindle.kernels.matmul.triton import uses_tensor_cores
 from rekindle.kernels.matmul.types import Packed
-from rekindle.kernels.moe import along_outputs, groups, integers, pairs, resident, tensor_core
+from rekindle.kernels.moe import along_outputs, groups, integers, pairs, tensor_core
 from rekindle.kernels.moe.cold import Missing
 from rekindle.kernels.moe.grouping import group
-from rekindle.kernels.moe.resident import resident_config
 from rekindle.kernels.moe.types import ExpertStack, SharedExpert
 
 Three = tuple[Packed, Packed, Packed]
 
 FEW_ROWS = 4  # up to here every pair reads its own weights
 TENSOR_CORE_PAIR_ROWS = 8  # the same, on tensor cores
-RESIDENT_ROWS = 8  # from two rows up to here all programs of a launch are on the card at once
 INTEGER_ROWS = 32  # up to here most experts have a pair or two
 ALONG_ROWS = 1280  # from INTEGER_ROWS up to here warps stand along the outputs …
 ALONG_BESIDE_ROWS = 256  # … and up to here the shared expert runs in the launches of the others
@@ -42,7 +40,6 @@ class ExpertKernel(StrEnum):
 
     TENSOR_CORE_PAIRS = "tensor_core.by_pair"
     PAIRS = "pairs.by_pair"
-    RESIDENT = "resident.run"
     INTEGERS = "integers.run_experts"
     ALONG_OUTPUTS = "along_outputs.grouped_shares"
     GROUPS = "groups.run_grouped"
@@ -61,8 +58,6 @@ class Shared(StrEnum):
 def choose(rows: int, alike: bool, tensor_cores: bool, shared: Shared) -> ExpertKernel:
     """alike: gate and up are of one type; tensor_cores: `uses_tensor_cores` of the three stacks."""
     on_tensor_cores = alike and tensor_cores
-    if on_tensor_cores and 1 < rows <= RESIDENT_ROWS and shared in (Shared.NONE, Shared.TENSOR_CORES):
-        return ExpertKernel.RESIDENT
     by_pair = alike and rows <= (TENSOR_CORE_PAIR_ROWS if on_tensor_cores else FEW_ROWS)
     if by_pair and shared is not Shared.APART:
         return ExpertKernel.TENSOR_CORE_PAIRS if on_tensor_cores and shared is not Shared.PAIR else ExpertKernel.PAIRS
@@ -104,9 +99,6 @@ def moe(
     if kernel in (ExpertKernel.PAIRS, ExpertKernel.TENSOR_CORE_PAIRS):
         run = tensor_core.by_pair if kernel is ExpertKernel.TENSOR_CORE_PAIRS else pairs.by_pair
         return run(h, ids, weights, *planes, gate.rows, _as_pair(shared, gate.rows))
-    if kernel is ExpertKernel.RESIDENT:
-        beside, config = _as_pair(shared, gate.rows), resident_config(h.shape[0])
-        return resident.run(h, ids, weights, *planes, gate.rows, beside, config)
     if kernel is ExpertKernel.INTEGERS:
         return by_integers(h, ids, weights, gate, up, down, shared)
     if kernel is ExpertKernel.ALONG_OUTPUTS:
