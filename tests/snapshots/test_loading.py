@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from support.paper_snapshots import FINGERPRINT, PaperModel, same
 
 from rekindle.errors import BadSnapshotFile
+from rekindle.snapshots import loading
 from rekindle.snapshots.disk import DiskStore
-from rekindle.snapshots.files import FileRead, PlainFiles
+from rekindle.snapshots.files import FileRead, PlainFiles, digest
 from rekindle.snapshots.loading import READERS, Reads
 from rekindle.snapshots.manifest import PAGE_HEADER
 from rekindle.snapshots.record import Record
@@ -197,6 +199,38 @@ def test_loads_at_once_share_the_readers_and_none_waits_for_another(tmp_path: Pa
         thread.join()
     store.close()
     assert all(same(loaded[record.id], snapshot) for record, snapshot in zip(records, snapshots, strict=True))
+
+
+def test_a_large_object_is_hashed_on_all_cores_unless_another_load_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if READERS == 1:
+        pytest.skip("one reader reads one load after the other")
+    snapshots = [PaperModel().snapshot(list(range(start, start + 20))) for start in (0, 100)]
+    records = [saved(tmp_path, snapshot) for snapshot in snapshots]
+    together, threads, meets = threading.Barrier(2, timeout=30), list[int](), list[bool]()
+
+    def meet() -> None:
+        if meets:
+            together.wait()
+
+    def noted(pieces: Iterable[np.ndarray], count: int = 1) -> str:
+        meet()  # so that neither load ends before the other has chosen
+        threads.append(count)
+        return digest(pieces)
+
+    monkeypatch.setattr(loading, "MANY_THREADS", 1)
+    monkeypatch.setattr(loading, "digest", noted)
+    store = DiskStore(tmp_path, FINGERPRINT, BUDGET, files=PaperFiles(meet))
+    for record in records:
+        store.load(record.id)
+    assert threads == [blake3.AUTO, blake3.AUTO]
+    meets.append(True)
+    with ThreadPoolExecutor(2) as both:
+        loaded = list(both.map(lambda record: store.load(record.id), records))
+    store.close()
+    assert threads[2:] == [1, 1]
+    assert all(same(found, snapshot) for found, snapshot in zip(loaded, snapshots, strict=True))
 
 
 def test_layers_whose_pages_differ_are_loaded_as_they_were(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 from rekindle.engine.state import Loading, Restoring, State, Waiting
 from rekindle.prefix import Lookup, PrefixCache
 
-# Threads, one for each snapshot that is read: enough to keep all readers at work. They make many small objects, for
-# which they need the interpreter's lock: eight of them kept the token loop waiting for it up to 90 ms. They have the
-# priority of that loop, since one that holds the lock and gets no core would keep it from everyone.
-LOADERS = min(os.cpu_count() or 1, 4)
+# Threads, one for each snapshot that is read: enough to keep all readers at work, though they give way to the token
+# loop (`hurry.py`). They have its priority, since one that holds the interpreter's lock and gets no core would keep it
+# from everyone.
+LOADERS = min(os.cpu_count() or 1, 8)
 
 
 class LoaderThreads:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -92,12 +94,24 @@ class Loader:
         self._drop_object = drop_object
         # Pages outlive the own objects they were loaded with: in one slab they would keep each other's memory.
         self._own_cuts, self._page_cuts = Cuts(slabs), Cuts(slabs)
+        self._counting = threading.Lock()
+        self._under_way = 0  # loads
         self._readers = ThreadPoolExecutor(READERS, "rekindle-disk-reader", stand_back, (RANK,))
 
     def load(self, id: str, make_room: MakeRoom | None) -> Snapshot:
         """The snapshot, read and verified: every object's digest is its name, and the tokens give its id."""
-        with self._slabs.reading():
+        with self._slabs.reading(), self._counted():
             return self._load(id, make_room)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._counting:
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._under_way -= 1
 
     def _load(self, id: str, make_room: MakeRoom | None) -> Snapshot:
         listed = self._expected.read(self._folder.manifest(id))
@@ -150,12 +164,13 @@ class Loader:
         self, listed: Manifest, own: Sequence[tuple[OwnRun, SlabSlice]], number: int, unread: deque[int]
     ) -> None:
         """One run of it. unread: as many numbers as runs that are not read yet; whoever takes out the last one verifies
-        all of it, on a reader's thread, whose priority the threads of blake3 have then."""
+        all of it, on a reader's thread, whose priority the threads of blake3 have then: beside other loads on that
+        thread alone, since all cores are at work."""
         run, piece = own[number]
         piece.slab.make()
         read_whole(self._files, [(self._path(listed.own), run.start, [piece.memory])], listed.own_bytes)
         if unread.pop() == 0:
-            many = listed.own_bytes >= MANY_THREADS
+            many = listed.own_bytes >= MANY_THREADS and self._under_way == 1
             self._check(listed.own, digest((piece.memory for _, piece in own), blake3.AUTO if many else 1))
 
     # Pages
