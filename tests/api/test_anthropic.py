@@ -165,6 +165,8 @@ def test_the_reason_of_the_end_is_true(house: House) -> None:
         assert stopped.content[0].text == "hell"
         cut = way(house, f"say({CALL})", tools=TOOLS, max_tokens=60)
         assert cut.stop_reason == "max_tokens"
+        (call,) = cut.content
+        assert (call.type, call.name, call.input) == ("tool_use", "weather", {"city": "Rome"})
 
 
 def test_every_kind_of_block_finds_its_place(house: House) -> None:

@@ -62,6 +62,14 @@ def test_whole_and_streamed_say_the_same(house: Any, text: str) -> None:
     assert (content, thinking, calls) == (whole.content, whole.thinking or "", list(whole.tool_calls or []))
 
 
+def test_a_call_that_the_limit_cuts_off_is_text(house: Any) -> None:
+    options = {"num_predict": 60}
+    said = client(house).chat("m", ask(CALL), tools=TOOLS, options=options)
+    assert (said.done_reason, said.message.content, said.message.tool_calls) == ("length", CALL[:60], None)
+    parts = list(client(house).chat("m", ask(CALL), tools=TOOLS, options=options, stream=True))
+    assert "".join(part.message.content or "" for part in parts) == CALL[:60]
+
+
 def test_calls_and_thinking_come_back_as_they_were_given(house: Any) -> None:
     said = client(house).chat("m", ask(f"{THOUGHT}\n{CALL}"), tools=TOOLS, options={"num_predict": 1000}).message
     (call,) = said.tool_calls

@@ -258,6 +258,31 @@ def test_a_broken_call_is_text_and_a_stream_ends_it_as_incomplete(house: Any, br
     ]
 
 
+@pytest.mark.parametrize("limit", [36, 50, 70])
+def test_a_call_that_the_limit_cuts_off_is_incomplete_and_can_be_sent_back(house: Any, limit: int) -> None:
+    response = whole(house, CALL, tools=[WEATHER], max_output_tokens=limit)
+    (call,) = response.output
+    assert (response.status, call.type, call.status) == ("incomplete", "function_call", "incomplete")
+    assert '{"city": "Rome", "days": 3}'.startswith(call.arguments)
+    assert call.arguments
+    events = streamed(house, CALL, tools=[WEATHER], max_output_tokens=limit)
+    deltas = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+    done = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert [deltas] == [event.arguments for event in done] == [call.arguments]
+    assert [item.arguments for item in events[-1].response.output] == [call.arguments]
+    back = call.model_dump(exclude_none=True)
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "cut off"}
+    house.client().responses.create(model="m", input=[{"role": "user", "content": "x"}, back, result])
+    assert messages_of(house)[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": call.arguments}
+
+
+def test_a_custom_call_that_the_limit_cuts_off_is_text(house: Any) -> None:
+    cut = {"tools": [{"type": "custom", "name": "apply_patch"}], "max_output_tokens": 70}
+    response, events = whole(house, PATCHED, **cut), streamed(house, PATCHED, **cut)
+    assert response.output_text == events[-1].response.output_text == PATCHED[:70]
+    assert [item.type for item in response.output] == ["message"], "half a patch is nobody's input"
+
+
 def test_an_error_inside_a_stream_is_a_failed_response(house: Any) -> None:
     last = raw_events(house, input="[lost]say(hello)")[-1]
     assert last["type"] == "response.failed"

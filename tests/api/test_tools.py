@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from rekindle.text.parsing.jsonish import object_in
+
 TOOLS = [
     {
         "type": "function",
@@ -106,9 +108,16 @@ def test_a_broken_call_is_text_and_the_report_says_why(house: Any) -> None:
     assert answer.model_extra["rekindle"]["calls_as_text"] == ["the arguments do not read as JSON"]
 
 
-def test_a_call_that_the_limit_cuts_off_ends_with_length(house: Any) -> None:
-    assert whole(house, JSON, max_tokens=40).choices[0].finish_reason == "length"
-    assert streamed(house, JSON, max_tokens=40)["finish"] == "length"
+@pytest.mark.parametrize(("text", "limit"), [(JSON, 40), (JSON, 62), (XML, 30), (XML, 63), (XML, 80)])
+def test_a_call_that_the_limit_cuts_off_is_as_far_as_it_went_streamed_or_not(house: Any, text: str, limit: int) -> None:
+    answer, stream = whole(house, text, max_tokens=limit).choices[0], streamed(house, text, max_tokens=limit)
+    assert answer.finish_reason == stream["finish"] == "length"
+    assert (answer.message.content or "") == stream["content"] == "", "nothing of it is text"
+    (call,) = answer.message.tool_calls
+    told = stream["calls"][0]
+    assert (call.function.name, call.function.arguments) == (told["name"], told["arguments"])
+    assert json.dumps(ROME).startswith(call.function.arguments)
+    assert object_in(call.function.arguments) is None, "nobody runs half a command"
 
 
 def test_what_the_client_got_is_what_is_remembered(house: Any) -> None:

@@ -378,6 +378,16 @@ def test_bad_messages_are_named(qwen: ChatTemplate) -> None:
     _refused(qwen, AGENT[1:2], "bos_token", bos_token="x")
 
 
+@pytest.mark.parametrize("sent", ['{"city": "Ro', '{"city": "Ro", "days": ', '"{\\"city\\": \\"Ro"'])
+def test_a_call_that_was_cut_off_is_rendered_as_far_as_it_went(qwen: ChatTemplate, sent: str) -> None:
+    def rendered(arguments: object) -> Prompt:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        return qwen.render([AGENT[1], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "no"}])
+
+    assert rendered(sent) == rendered({"city": "Ro"})
+    assert rendered("{") == rendered({})
+
+
 def test_parts_are_joined_for_templates_that_take_only_text(smol_metadata: dict[str, Any], smol: Tokenizer) -> None:
     template = ChatTemplate.from_gguf(smol_metadata, smol)
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]

@@ -112,7 +112,9 @@ class Choice:
                 self.finished, self.ended = event, True
                 text = self._visible(self._detokenizer.finish()) + self._stop_text.finish()
                 ids = () if event.stop_token is None else (event.stop_token,)
-                return TextDelta(self.index, text, ids=ids, finish=event.reason, found=self._parsed(text, last=True))
+                is_cut = event.reason is FinishReason.LENGTH
+                found = (*self._parsed(text), *(self._parser.finish(is_cut) if self._parser is not None else ()))
+                return TextDelta(self.index, text, ids=ids, finish=event.reason, found=found)
         return TextDelta(self.index)
 
     def _read_token(self, event: Token) -> TextDelta:
@@ -132,11 +134,8 @@ class Choice:
     def _is_thinking(self) -> bool:
         return self._parser is not None and self._parser.is_thinking
 
-    def _parsed(self, text: str, last: bool = False) -> tuple[parsing.Event, ...]:
-        if self._parser is None:
-            return ()
-        events = self._parser.push(text) if text else []
-        return (*events, *(self._parser.finish() if last else ()))
+    def _parsed(self, text: str) -> tuple[parsing.Event, ...]:
+        return tuple(self._parser.push(text)) if self._parser is not None and text else ()
 
     @property
     def thinking_was_closed(self) -> bool:

@@ -79,6 +79,8 @@ class History:
         self, model: ServedModel, conversation: Conversation, namespace: str, choice: Choice
     ) -> str | None:
         """The outcome; None where the engine's events will bring it."""
+        if choice.answer.ends_in_call:
+            return "impossible"
         messages, answer = conversation.messages, choice.message
         try:
             options = conversation.options(model.text)

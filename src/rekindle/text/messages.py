@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rekindle.errors import BadRequest
-from rekindle.text.parsing.jsonish import loads
+from rekindle.text.parsing.jsonish import sent_back
 from rekindle.text.sentinels import check_depth, plain
 
 
@@ -32,7 +32,7 @@ def _with_arguments(call: Any, where: str) -> Any:
     if not isinstance(call.get("arguments"), str):
         return call
     try:
-        arguments = loads(call["arguments"] or "{}")
+        arguments = sent_back(call["arguments"] or "{}")
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"{where}.arguments is not JSON: {error}", field=f"{where}.arguments") from error
     if not isinstance(arguments, dict):

@@ -33,11 +33,13 @@ NOW = Tool("now")
 TOOLS = (WEATHER, WRITE, NOW)
 
 
-def parse(pieces: Iterable[str], tools: Sequence[Tool] = TOOLS, thinking: bool = False) -> tuple[Answer, list[Event]]:
+def parse(
+    pieces: Iterable[str], tools: Sequence[Tool] = TOOLS, thinking: bool = False, is_cut: bool = False
+) -> tuple[Answer, list[Event]]:
     parser, events = AnswerParser(tools, thinking), list[Event]()
     for piece in pieces:
         events += parser.push(piece)
-    events += parser.finish()
+    events += parser.finish(is_cut)
     return Answer().add(events), events
 
 
@@ -78,6 +80,38 @@ def test_a_call_is_found_wherever_the_text_is_cut(text: str) -> None:
     for at in range(len(text) + 1):
         assert simple(parse([text[:at], text[at:]])[0]) == ("", "", [ROME]), f"cut at {at}"
     assert simple(parse(text)[0]) == ("", "", [ROME])
+
+
+@pytest.mark.parametrize("text", CALLS.values(), ids=CALLS.keys())
+def test_a_call_that_the_limit_cuts_off_is_the_beginning_of_itself_and_never_whole(text: str) -> None:
+    whole = parse([text])[0].calls[0].arguments
+    for at in range(1, len(text)):
+        answer, events = parse([text[: at // 2], text[at // 2 : at]], is_cut=True)
+        if not answer.calls:
+            assert answer.content == text[:at], f"cut at {at}"
+            continue
+        (call,) = answer.calls
+        assert answer.content == "", f"cut at {at}"
+        assert "".join(event.text for event in events if isinstance(event, CallArguments)) == call.arguments
+        if call.cut is None:
+            assert call.arguments == whole, f"cut at {at}"
+        else:
+            assert call.cut == text[:at]
+            assert whole.startswith(call.arguments), f"cut at {at}"
+            assert call.arguments, "nobody takes it for a call without arguments"
+
+
+@pytest.mark.parametrize("text", [CALLS["qwen"], CALLS["laguna"]])
+def test_a_call_without_its_end_is_whole_where_the_model_ended_and_cut_where_the_limit_came(text: str) -> None:
+    closed = text[: text.rindex("\n</")].removesuffix("\n</function>")
+    assert simple(parse([closed])[0]) == ("", "", [ROME])
+    assert parse([closed], is_cut=True)[0].calls[0].cut == closed
+
+
+def test_what_stands_before_a_call_that_is_cut_off_is_kept() -> None:
+    answer, _ = parse(["I look.\n\n" + CALLS["qwen"] + "\n" + CALLS["qwen"][:60]], is_cut=True)
+    assert answer.content == "I look."
+    assert [call.cut for call in answer.calls] == [None, "\n" + CALLS["qwen"][:60]]
 
 
 class Bytes:
@@ -323,6 +357,7 @@ def test_pieces_change_nothing_and_no_letter_is_lost(words: list[str], data: st.
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert parse(pieces)[0] == whole
+    assert parse(pieces, is_cut=True)[0] == parse([text], is_cut=True)[0]
     for call in whole.calls:
         assert isinstance(json.loads(call.arguments), dict)
     if not whole.calls and not text.lstrip().startswith("<think>"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from rekindle.api.settings import Settings
 from rekindle.api.sse import Silence, event
 from rekindle.engine.types import FinishReason
 from rekindle.text import parsing
+from rekindle.text.parsing.jsonish import so_far
 
 Json = dict[str, Any]
 
@@ -77,7 +77,7 @@ class Blocks:
                 yield from self._open("tool_use", {"id": self._choice.call_id(index), "name": name, "input": {}})
             case parsing.CallArguments(_, text):
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
-            case parsing.CallDone():
+            case parsing.CallDone() | parsing.CallCut():
                 yield from self.close()
 
     def _open(self, kind: str, fields: Json) -> Iterator[Json]:
@@ -118,12 +118,13 @@ def content_of(choice: Choice, hides_thinking: bool) -> list[Json]:
 
 
 def _arguments(call: parsing.Call) -> Json:
-    """An object. A call that the limit cut off has none yet; stop_reason says so."""
+    """Of a call that the limit cut off, what is whole of them, as Anthropic's own clients read its stream."""
     try:
-        value = json.loads(call.arguments or "{}")
-    except ValueError:
+        value = so_far(call.arguments)
+    except ValueError:  # it ends in a number that grew too large
         return {}
-    return value if isinstance(value, dict) else {}
+    assert isinstance(value, dict), "arguments are an object"
+    return value
 
 
 def stop_reason(choice: Choice, reason: FinishReason) -> str:

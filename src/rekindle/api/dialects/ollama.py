@@ -53,10 +53,11 @@ class OllamaWriter:
     async def whole(self) -> Json:
         await self._generation.answers()
         answer = self._choice.answer
-        calls = [_call(self._choice, call) for call in answer.calls]
+        calls = [_call(self._choice, call) for call in answer.calls if call.cut is None]
+        cut = "".join(call.cut for call in answer.calls if call.cut is not None)  # calls are sent whole, or as text
         if isinstance(self._body, GenerateBody) and self._body.raw:
             return self._line(self._said(self._choice.text)) | self._ending()
-        return self._line(self._said(answer.content, answer.reasoning, calls)) | self._ending()
+        return self._line(self._said(answer.content + cut, answer.reasoning, calls)) | self._ending()
 
     async def events(self) -> AsyncIterator[bytes]:
         """The status line is sent by now, so an error can only be a line of the stream."""
@@ -81,7 +82,7 @@ class OllamaWriter:
 
     def _part(self, event: parsing.Event) -> Json | None:
         match event:
-            case parsing.Content(text) | parsing.CallBroken(raw=text):
+            case parsing.Content(text) | parsing.CallBroken(raw=text) | parsing.CallCut(raw=text):
                 return self._said(text)
             case parsing.Reasoning(text):
                 return self._said(thinking=text)

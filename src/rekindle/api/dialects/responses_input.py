@@ -14,7 +14,7 @@ from rekindle.api.dialects.base import Json
 from rekindle.api.dialects.responses_output import CUSTOM_ARGUMENT, unseal
 from rekindle.api.parsing import kind_of
 from rekindle.errors import BadRequest
-from rekindle.text.parsing.jsonish import object_in
+from rekindle.text.parsing.jsonish import sent_back
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -72,13 +72,14 @@ class Messages:
             turn["reasoning_content"] = turn.get("reasoning_content", "") + text
 
     def _function_call(self, item: Json, where: str) -> None:
-        """Of a call that broke, the message beside it has the text; as a call it cannot be rendered."""
+        """Of a call that broke, the message beside it has the text; as a call it cannot be rendered. One that was cut
+        off can."""
         arguments = _string(item, "arguments", where)
-        if item.get("status") == "incomplete" or object_in(arguments or "{}") is None:
+        if _are_arguments(arguments):
+            self._call(item, arguments, where)
+        else:
             self.ignored.append(f"{where} (a call without arguments in JSON)")
             self._turn()
-        else:
-            self._call(item, arguments, where)
 
     def _call(self, item: Json, arguments: str, where: str) -> None:
         function = {"name": _string(item, "name", where), "arguments": arguments}
@@ -107,6 +108,13 @@ class Messages:
 
 
 KNOWN = "known are message, reasoning, function_call, function_call_output, custom_tool_call, custom_tool_call_output"
+
+
+def _are_arguments(text: str) -> bool:
+    try:
+        return isinstance(sent_back(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _string(item: Json, name: str, where: str) -> str:

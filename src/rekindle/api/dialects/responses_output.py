@@ -228,7 +228,9 @@ class Output:
                 yield from self._open.grow(text)
             case parsing.CallDone():
                 yield from self._close("completed")
-            case parsing.CallBroken(raw=raw):
+            case parsing.CallCut() if not isinstance(self._open, CustomCallItem):
+                yield from self._close("incomplete")
+            case parsing.CallBroken(raw=raw) | parsing.CallCut(raw=raw):  # of a custom call nothing has been shown
                 yield from self._break_off(raw)
                 yield from self._text(MessageItem, raw)
 

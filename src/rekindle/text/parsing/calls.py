@@ -66,6 +66,12 @@ class CallReader:
         self._emit(CallDone(self.index))
         self.begun = False
 
+    def cut(self) -> None:
+        """The limit came inside it. Nobody shall take it for a call without arguments."""
+        if self._first:
+            self.arguments("{")
+        self.begun = False
+
     def _key(self, name: str) -> None:
         self.arguments(("{" if self._first else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
         self._first = False
@@ -91,12 +97,12 @@ class CallReader:
         else:
             yield from self._key_value_tags()
         yield from self.reader.skip_space()
-        yield from self.reader.literal("</tool_call>")
+        yield from self.reader.closing("</tool_call>")
 
     def function(self) -> Steps[None]:
         yield from self._functions()
         yield from self.reader.skip_space()
-        yield from self.reader.literal("</tool_call>")
+        yield from self.reader.closing("</tool_call>")
 
     def tool_code(self) -> Steps[None]:
         yield from self.reader.skip_space()
@@ -104,7 +110,7 @@ class CallReader:
             raise NoCall("no JSON object follows <tool_code>")
         yield from self._named_object()
         yield from self.reader.skip_space()
-        yield from self.reader.literal("</tool_code>")
+        yield from self.reader.closing("</tool_code>")
 
     def named_tag(self, name: str) -> Steps[None]:
         yield from self.reader.skip_space()
@@ -170,11 +176,11 @@ class CallReader:
         self.begin(name)
         self.arguments(json.dumps(keywords, ensure_ascii=False))
         yield from self.reader.skip_space()
-        yield from self.reader.literal("</function>")
+        yield from self.reader.closing("</function>")
         self.end()
 
     def _parameters(self, tool: str, closings: tuple[str, ...], opened: bool = False) -> Steps[None]:
-        """Up to and with the closing tag; a call that lacks it at the very end of the answer is complete too."""
+        """Up to and with the closing tag; a call that lacks it where the model ended the answer is complete too."""
         while True:
             if not opened:
                 yield from self.reader.skip_space()
@@ -182,7 +188,7 @@ class CallReader:
                 if tag in closings:
                     return
                 if tag is None:
-                    if self.reader.ended and not self.reader.rest:
+                    if self._may_end:
                         return
                     raise NoCall("neither a parameter nor the end of the call follows")
             opened = False
@@ -191,6 +197,11 @@ class CallReader:
                 raise NoCall("a parameter's name does not end")
             self.reader.take(1)
             yield from self._value(tool, key.strip(), closings)
+
+    @property
+    def _may_end(self) -> bool:
+        """Whether the model ended the answer here: it may have left out what closes the call."""
+        return self.reader.ended and not self.reader.rest and not self.reader.is_cut
 
     def _value(self, tool: str, key: str, closings: tuple[str, ...]) -> Steps[None]:
         declared = self._declared(tool)
@@ -234,7 +245,7 @@ class CallReader:
             if follows and not any(tag.startswith(follows) for tag in tags):
                 return False
             if not (yield from self.reader.more()):
-                return not follows
+                return not follows or self.reader.is_cut  # amid the next tag
 
     def _key_value_tags(self) -> Steps[None]:
         name = yield from self.reader.until("<", "\n", most=MOST_NAME)
@@ -252,14 +263,14 @@ class CallReader:
             self._key(key.strip())
             text = yield from self._tagged("</arg_value>")
             self.arguments(self._declared(name.strip()).as_json(key.strip(), text))
-        if not self.reader.rest.startswith("</tool_call>") and (self.reader.rest or not self.reader.ended):
+        if not self.reader.rest.startswith("</tool_call>"):
             yield from self._expect_end()
         self._close()
 
     def _expect_end(self) -> Steps[None]:
         while "</tool_call>".startswith(self.reader.rest) and (yield from self.reader.more()):
             pass
-        if not self.reader.rest.startswith("</tool_call>") and self.reader.rest:
+        if not self.reader.rest.startswith("</tool_call>") and not self._may_end:
             raise NoCall("neither a key nor the end of the call follows")
 
     def _tagged(self, end: str) -> Steps[str]:

@@ -1,11 +1,13 @@
-"""JSON that arrives in pieces: where an object ends, and whether it is one so far."""
+"""JSON that arrives in pieces, or not whole: where an object ends, whether it is one so far, what it holds so far."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
+
+from pydantic_core import from_json
 
 from rekindle.text.parsing.reader import Reader, Steps
 
@@ -146,6 +148,25 @@ def object_in(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def sent_back(text: str) -> Any:
+    """What a client sends back as the arguments of a call. Beside JSON the beginning of an object is read, as far as it
+    goes, for the answer's limit may have come inside the call; and either of them within a string, for some clients
+    send what they could not read so. ValueError for everything else."""
+    try:
+        value = loads(text)
+    except ValueError:
+        scanner = JsonScanner()
+        if not text.lstrip().startswith("{") or not all(map(scanner.push, text)) or scanner.done:
+            raise
+        return so_far(text, "trailing-strings")
+    return sent_back(value) if isinstance(value, str) else value
+
+
+def so_far(text: str, partial: Literal[True, "trailing-strings"] = True) -> Any:
+    """What the beginning of a JSON value holds, with or without the string that it ends in. ValueError as `loads`."""
+    return loads(json.dumps(from_json(text, allow_partial=partial)))
 
 
 def loads(text: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rekindle.text.parsing.calls import CallReader, NoCall
 from rekindle.text.parsing.reader import SPACE, Reader, Steps, overlap
-from rekindle.text.parsing.types import CallBroken, Content, Event, NotACall, Reasoning, Tool
+from rekindle.text.parsing.types import CallBroken, CallCut, Content, Event, NotACall, Reasoning, Tool
 
 THINK, END_THINK = "<think>", "</think>"
 OPENINGS = {THINK: END_THINK, "<|channel>thought": "<channel|>"}  # what ends reasoning by what opens it; Gemma's second
@@ -40,9 +40,9 @@ class AnswerParser:
         self._reader.feed(text)
         return self._advance()
 
-    def finish(self) -> list[Event]:
-        """The answer is over."""
-        self._reader.ended = True
+    def finish(self, is_cut: bool = False) -> list[Event]:
+        """The answer is over. is_cut: by its limit, so that a call may lack its rest."""
+        self._reader.ended, self._reader.is_cut = True, is_cut
         return self._advance()
 
     def _advance(self) -> list[Event]:
@@ -148,6 +148,11 @@ class AnswerParser:
             yield from self._call(marker)
         except NoCall as error:
             raw, began = reader.unmark(), calls.begun
+            if began and reader.is_cut:
+                calls.cut()
+                self._events.append(CallCut(calls.index, self._space + raw + reader.take(len(reader.rest))))
+                self._space, self._blank = "", False
+                return
             if began:
                 calls.begun = False
                 self._events.append(CallBroken(calls.index, self._space + raw, str(error)))

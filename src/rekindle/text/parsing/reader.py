@@ -18,7 +18,8 @@ SPACE = " \t\r\n"
 class Reader:
     def __init__(self) -> None:
         self.rest = ""  # not consumed yet
-        self.ended = False  # nothing follows `rest`
+        self.ended = False  # nothing follows `rest` …
+        self.is_cut = False  # … since the limit came, and not because the model was done
         self._taken: list[str] | None = None  # consumed since `mark`
 
     def feed(self, text: str) -> None:
@@ -61,6 +62,11 @@ class Reader:
                     return self.take(len(option))
             if not any(option.startswith(self.rest) for option in options) or not (yield from self.more()):
                 return None
+
+    def closing(self, tag: str) -> Steps[None]:
+        """Consume the tag, or as much of it as there is before the limit; it may be missing."""
+        if (yield from self.literal(tag)) is None and self.is_cut and tag.startswith(self.rest):
+            self.take(len(self.rest))
 
     def until(self, *ends: str, most: int) -> Steps[str | None]:
         """Consume the text before the first of these characters, which stays; None where it does not come within

@@ -59,20 +59,29 @@ class CallBroken:
 
 
 @dataclass(frozen=True, slots=True)
+class CallCut:
+    """The answer's limit came inside a call that had begun. `raw` is what the model wrote of it."""
+
+    index: int
+    raw: str
+
+
+@dataclass(frozen=True, slots=True)
 class NotACall:
     """Text that opens like a call and is none; the text itself comes as Content."""
 
     reason: str
 
 
-Event = Reasoning | Content | CallBegun | CallArguments | CallDone | CallBroken | NotACall
+Event = Reasoning | Content | CallBegun | CallArguments | CallDone | CallBroken | CallCut | NotACall
 
 
 @dataclass(slots=True)
 class Call:
     index: int
     name: str
-    arguments: str = ""  # JSON
+    arguments: str = ""  # JSON; of a call that was cut off, the beginning of it
+    cut: str | None = None  # where the answer's limit came inside the call, what the model wrote of it
 
 
 @dataclass(slots=True)
@@ -83,6 +92,11 @@ class Answer:
     content: str = ""
     calls: list[Call] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # why something that looked like a call is text
+
+    @property
+    def ends_in_call(self) -> bool:
+        """Whether its limit came inside a call."""
+        return bool(self.calls) and self.calls[-1].cut is not None
 
     def add(self, events: Iterable[Event]) -> Answer:
         for event in events:
@@ -103,5 +117,7 @@ class Answer:
                 self.calls.pop()
                 self.content += raw
                 self.notes.append(reason)
+            case CallCut(_, raw):
+                self.calls[-1].cut = raw
             case NotACall(reason):
                 self.notes.append(reason)
