@@ -47,12 +47,18 @@ class PromptTooLong(BadRequest):
     """Prompt and answer together do not fit the context."""
 
     def __init__(
-        self, message: str, field: str | None = None, tokens: int | None = None, most: int | None = None
+        self,
+        message: str,
+        field: str | None = None,
+        tokens: int | None = None,
+        most: int | None = None,
+        counted: bool = True,
     ) -> None:
-        """tokens: of the prompt, if they were counted to the end; most: that it may have."""
+        """tokens: of the prompt, or so many at least where they were not counted to the end; most: that it may have."""
         super().__init__(message, field)
         self.tokens = tokens
         self.most = most
+        self.counted = counted
 
 
 class QueueFull(RekindleError):

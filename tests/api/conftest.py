@@ -169,7 +169,7 @@ class PaperText:
 
     def encode(self, text: str, add_special_tokens: bool) -> Prompt:
         if "[vast]" in text and not self.is_counting:
-            raise PromptTooLong("the prompt has more tokens than the context", "messages", most=CONTEXT - 1)
+            raise PromptTooLong("the prompt has more tokens than the context", "messages", CONTEXT + 1, CONTEXT - 1)
         if "[panic]" in text:
             raise PanicException("byte index 1 is not a char boundary")
         return Prompt(tuple(text.encode()) if add_special_tokens else (0, *text.encode()))

@@ -265,7 +265,8 @@ def test_a_prompt_too_long_is_said_in_the_words_that_clients_look_for(house: Hou
             )
         error = caught.value.body["error"]  # type: ignore[index, call-overload]
         assert error == {"type": "invalid_request_error", "message": f"prompt is too long: {sizes}"}
-    assert fault_of(PromptTooLong("not counted to the end", most=9)).sizes == "at least 10 tokens > 9 maximum"
+    not_counted = PromptTooLong("not counted to the end", tokens=20, most=9, counted=False)
+    assert fault_of(not_counted).sizes == "at least 20 tokens > 9 maximum"
 
 
 def test_a_quiet_stream_is_pinged(fresh_house: Any) -> None:

@@ -90,6 +90,23 @@ def test_a_prompt_beyond_the_context_is_counted_and_not_rendered_to_be_run(text,
     assert not isinstance(caught.value, PromptTooLong), "clients would take it for the limit of their prompts"
 
 
+def test_a_prompt_up_to_twice_too_long_is_refused_with_its_length(text):
+    tokenizer = Tokenizer.from_gguf(byte_vocabulary(add_bos=False))
+    narrow = ModelText(tokenizer, ChatTemplate(CHATML, tokenizer), context=40)
+
+    def refused(make, *arguments):
+        with pytest.raises(PromptTooLong) as caught:
+            make(*arguments)
+        assert str(caught.value.tokens) in str(caught.value)
+        return caught.value.tokens, caught.value.counted, caught.value.most
+
+    asked = [{"role": "user", "content": "x" * 39}]
+    assert refused(narrow.render, asked, None, True) == (len(text.render(asked, None, True).tokens), True, 39)
+    assert refused(narrow.encode, "x" * 80, True) == (80, True, 39)
+    assert refused(narrow.prompt_of, [1] * 41) == (41, True, 39)
+    assert refused(narrow.encode, "xyz" * 27, True) == (81, False, 39), "and not counted to its end"
+
+
 def test_watcher_and_shown_text_agree_on_where_an_answer_stops(text):
     watcher, detokenizer, shown = text.stop_watcher(["END"]), text.detokenizer(), text.stop_text(["END"])
     said, stopped = "", False

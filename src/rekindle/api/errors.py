@@ -92,8 +92,7 @@ def _sizes(error: PromptTooLong) -> str | None:
     """As Anthropic's clients read them, who then make the conversation shorter."""
     if error.most is None:
         return None
-    count = f"at least {error.most + 1}" if error.tokens is None else str(error.tokens)
-    return f"{count} tokens > {error.most} maximum"
+    return f"{'' if error.counted else 'at least '}{error.tokens} tokens > {error.most} maximum"
 
 
 def fault_of(error: BaseException) -> Fault:

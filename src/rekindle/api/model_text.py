@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from rekindle.api.parsing import MAX_PROMPT
 from rekindle.errors import BadRequest, PromptTooLong
@@ -33,6 +33,8 @@ from rekindle.text import (
     strings_of,
 )
 from rekindle.text.parsing.parser import END_THINK
+
+T = TypeVar("T")
 
 NO_MEMORIES: Mapping[str, TurnMemory] = MappingProxyType({})
 
@@ -123,26 +125,36 @@ class ModelText:
         memory = self._memories.get(namespace)
         if memory is not None:
             said = memory.restored(said)
-        with self._within_context("messages"):
-            return self._template.render_with(memory, said, tools, add_generation_prompt, kwargs, self._context)
+        render = partial(self._template.render_with, memory, said, tools, add_generation_prompt, kwargs)
+        return self._within_context(render, lambda prompt: len(prompt.tokens), "messages")
 
     def _check_size(self, characters: int, field: str) -> None:
         """A text too long for the context however it is encoded is refused before it is rendered or encoded."""
         if characters > self._context * self._tokenizer.longest_token:
             raise self._too_long(f"{characters} characters, which are more tokens", field)
 
-    @contextmanager
-    def _within_context(self, field: str) -> Iterator[None]:
+    def _within_context(self, encode: Callable[[int], T], count: Callable[[T], int], field: str) -> T:
+        """What `encode` makes, which is given the most tokens there may be. Of a prompt that is too long, but not twice,
+        it is said how long it is: agents leave so much out before they ask again."""
         try:
-            yield
+            return encode(self._context)
         except TooManyTokens:
-            raise self._too_long("more", field) from None
+            pass
+        if self._context > self._served:
+            raise self._too_long("more", field)
+        try:
+            tokens = count(encode(2 * self._context))
+        except TooManyTokens:
+            least = 2 * self._context + 1
+            raise self._too_long(f"at least {least}", field, least) from None
+        raise self._too_long(str(tokens), field, tokens, counted=True)
 
-    def _too_long(self, what: str, field: str) -> BadRequest:
+    def _too_long(self, what: str, field: str, tokens: int | None = None, counted: bool = False) -> BadRequest:
+        """tokens: of the prompt, or so many at least."""
         if self._context > self._served:
             return BadRequest(f"{field}: at most {self._context} tokens are counted, and these are {what}", field)
         said = f"this model's maximum context length is {self._context} tokens, but the prompt has {what}"
-        return PromptTooLong(said, field, most=self._context - 1)
+        return PromptTooLong(said, field, tokens or self._context + 1, self._context - 1, counted)
 
     def remember(self, prompt: Prompt, ids: Sequence[int], message: Mapping[str, Any], namespace: str = "") -> None:
         start = self._role_starts.last_in(prompt.tokens) if self._role_starts is not None else None
@@ -171,8 +183,7 @@ class ModelText:
     def encode(self, text: str, add_special_tokens: bool) -> Prompt:
         """A client that sends a whole prompt writes its structure too, so `<|im_start|>` in it is the token."""
         self._check_size(len(text), "prompt")
-        with self._within_context("prompt"):
-            tokens = self._tokenizer.encode_template(text, self._context)
+        tokens = self._within_context(partial(self._tokenizer.encode_template, text), len, "prompt")
         bos = self._tokenizer.bos_id
         if add_special_tokens and self._tokenizer.add_bos and bos is not None and tokens[:1] != [bos]:
             tokens = [bos, *tokens]
@@ -180,7 +191,7 @@ class ModelText:
 
     def prompt_of(self, tokens: Sequence[int]) -> Prompt:
         if len(tokens) > self._context:
-            raise self._too_long(f"{len(tokens)}", "prompt")
+            raise self._too_long(str(len(tokens)), "prompt", len(tokens), counted=True)
         return boundaries_of_tokens(tokens, self._tokenizer, role_starts=self._role_starts)
 
     def token_bytes(self, token: int) -> bytes:
