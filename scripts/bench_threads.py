@@ -69,9 +69,7 @@ def main() -> None:
     server, url = start(given.model or embedded_model(), given.streams)
     try:
         load = {"prompts": (32,), "requests": given.streams, "concurrency": given.streams, "answer": given.answer}
-        rounds = [
-            measure(url, server.pid, Load(**load, vocab=300, lowest=100, seed=seed)) for seed in range(given.rounds + 1)
-        ][1:]
+        rounds = [measure(url, server.pid, Load(**load, vocab=300, seed=seed)) for seed in range(given.rounds + 1)][1:]
     finally:
         server.terminate()
         server.wait()

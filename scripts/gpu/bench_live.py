@@ -101,7 +101,7 @@ class Client:
     """Asks one server, one request after another; every answer is told."""
 
     def __init__(self, server: Server, name: str, scale: Scale, told: Told) -> None:
-        self._load = Load(vocab=scale.vocab, lowest=min(1000, scale.vocab // 2), seed=zlib.crc32(name.encode()))
+        self._load = Load(vocab=scale.vocab, seed=zlib.crc32(name.encode()))
         self._client, self._name, self._told = LoadClient(server.url), name, told
 
     def prompt(self, length: int, *names: object) -> list[int]:

@@ -127,7 +127,7 @@ KEPT = {  # asked of a server with a folder, and again of the next one
 def ask(server: Server, name: str, load: Load, vocab: int, calls: Path | None) -> dict[str, object]:
     """calls: where a server with a timeline writes what it did."""
     seed = zlib.crc32(name.removeprefix("before ").removeprefix("after ").encode())
-    load = replace(load, vocab=vocab, lowest=min(1000, vocab // 2), seed=seed)
+    load = replace(load, vocab=vocab, seed=seed)
     answers = asyncio.run(run_load(LoadClient(server.url), load))
     rows = rows_of(answers)
     for row in rows:
@@ -200,8 +200,8 @@ def compare_grammar(
 
 
 def speed_of(client: LoadClient, streams: int, answer: int, vocab: int, seed: object) -> float:
-    load = Load(prompts=(64,), requests=streams, concurrency=streams, answer=answer, vocab=vocab,
-                lowest=min(1000, vocab // 2), seed=zlib.crc32(f"{seed} {streams}".encode()))  # fmt: skip
+    mixed = zlib.crc32(f"{seed} {streams}".encode())
+    load = Load(prompts=(64,), requests=streams, concurrency=streams, answer=answer, vocab=vocab, seed=mixed)
     answers = asyncio.run(run_load(client, load))
     if bad := next((each.failure for each in answers if each.failure is not None), None):
         raise SystemExit(f"a request failed: {bad}")

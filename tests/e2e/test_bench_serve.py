@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from support.forked import run_rekindle
 from support.server import Server, StartServer
 from support.wire import read_message
 
 from rekindle.bench.load import Load, LoadClient, ServedAnswer, rows_of, run_load, share_below
 from rekindle.cli.bench import load_table
+from rekindle.cli.tables import show_table
 from rekindle.errors import BadConfig
 
 
@@ -27,7 +27,7 @@ def server(start_server: StartServer, golden: Path) -> Server:
 
 
 def bench(url: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_rekindle("bench", "serve", url, "--vocab", "300", "--lowest", "10", *arguments, timeout=300)
+    return run_rekindle("bench", "serve", url, "--vocab", "300", *arguments, timeout=300)
 
 
 def rows(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
@@ -169,19 +169,33 @@ def test_gaps_and_first_tokens_are_taken_from_the_arrivals() -> None:
     assert row.decode == pytest.approx(4.0)
 
 
-def test_the_table_fits_a_line_of_100(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", [100, 40])
+def test_the_table_fits_a_line_of_100_and_no_figure_is_cut_where_there_is_less(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     answers = [
         ServedAnswer("turn 10 on 131072", 140_000, 0, [9.9, 19.8], tokens=2, restored={"ram": 131_072}, computed=9_000)
         for _ in range(9)
     ]
-    Console(width=100).print(load_table(rows_of(answers)))
+    show_table(load_table(rows_of(answers)))
     said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 100
     assert said.count("9,900.0…9,900.0") == 2
     assert "1,179,648" in said
 
 
 @pytest.mark.parametrize(
-    "options", [{"requests": 0}, {"rate": 0.0}, {"prompts": (0,)}, {"vocab": 5}, {"again": -1}, {"turns": 0}]
+    "options",
+    [
+        {"requests": 0},
+        {"rate": 0.0},
+        {"prompts": (0,)},
+        {"vocab": 1, "lowest": 1},
+        {"vocab": 0},
+        {"again": -1},
+        {"turns": 0},
+    ],
 )
 def test_a_load_that_makes_no_sense_is_refused_by_the_name_of_its_option(options: dict[str, Any]) -> None:
     with pytest.raises(BadConfig, match="--"):

@@ -134,8 +134,8 @@ class ModelText:
             raise self._too_long(f"{characters} characters, which are more tokens", field)
 
     def _within_context(self, encode: Callable[[int], T], count: Callable[[T], int], field: str) -> T:
-        """What `encode` makes, which is given the most tokens there may be. Of a prompt that is too long, but not twice,
-        it is said how long it is: agents leave so much out before they ask again."""
+        """What `encode` makes, which is given the most tokens there may be. Of a prompt up to twice too long it is said
+        how long it is: agents leave so much out before they ask again."""
         try:
             return encode(self._context)
         except TooManyTokens:

@@ -44,10 +44,10 @@ class Load:
     intruder: int = 0  # tokens of one prompt that comes in while the first answers run; 0 for none
     seed: int = 0
     vocab: int = 32_000  # ids are drawn below it
-    lowest: int = 1_000  # and not below this: special tokens often come first
+    lowest: int | None = None  # and not below this; None: special tokens often come first, so 1,000 or half of vocab
 
     def __post_init__(self) -> None:
-        _check("--vocab", self.vocab, self.lowest + 1)
+        _check("--vocab", self.vocab, self._first_id + 1)
         for name in ("answer", "requests", "concurrency", "turns", "turn"):
             _check(f"--{name}", getattr(self, name), 1)
         for name in ("prefix", "again", "intruder"):
@@ -60,7 +60,11 @@ class Load:
     def tokens(self, count: int, *names: object) -> list[int]:
         """Random ones, the same for the same seed and names."""
         draws = random.Random(" ".join(map(str, (self.seed, *names))))
-        return draws.choices(range(self.lowest, self.vocab), k=count)
+        return draws.choices(range(self._first_id, self.vocab), k=count)
+
+    @property
+    def _first_id(self) -> int:
+        return min(1000, self.vocab // 2) if self.lowest is None else self.lowest
 
     def first_prompt(self, length: int, number: int) -> list[int]:
         shared = self.tokens(min(self.prefix, length), "prefix")

@@ -22,6 +22,7 @@ from rekindle.bench.synth import SHAPES, shape_totals, write_synthetic
 from rekindle.build import Built
 from rekindle.build.probe import probe_device
 from rekindle.cli import options
+from rekindle.cli.tables import show_table
 from rekindle.config import Config, printable, show_bytes
 from rekindle.errors import BadConfig
 
@@ -81,7 +82,9 @@ def serve(
         int | None, typer.Option(help="The same seed sends the same prompts; any if left out, so that all are new.")
     ] = None,
     vocab: Annotated[int, typer.Option(help="Token ids are drawn below this.")] = 32_000,
-    lowest: Annotated[int, typer.Option(help="Token ids are drawn from here on.")] = 1_000,
+    lowest: Annotated[
+        int | None, typer.Option(help="Token ids are drawn from here on; 1,000 if left out, or half of --vocab.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model id, for servers that need one.")] = None,
     token_ids: Annotated[
         bool, typer.Option(help="Ask for the answer's token ids, on which a conversation goes on.")
@@ -108,7 +111,7 @@ def serve(
         lowest=lowest,
     )
     rows = rows_of(asyncio.run(run_load(LoadClient(url, api_key, model, token_ids), load)))
-    Console().print(load_table(rows))
+    show_table(load_table(rows))
     for row in rows:
         if row.failure is not None:
             hint = " (--vocab bounds the ids that are sent)" if "vocabulary" in row.failure else ""
@@ -204,11 +207,11 @@ def _show(report: Report, copy: float | None) -> None:
         counts = map(str, (row.prompt, row.answer, row.sequences))
         table.add_row(*counts, f"{row.prefill:,.1f}", f"{row.decode:,.1f}", show_bytes(round(row.traffic)), share)
     Console().print(f"[bold]{escape(printable(report.model))}[/bold] on {report.device}")
-    Console().print(table)
+    show_table(table)
 
 
 def _show_ops(title: str, ops: Sequence[Op]) -> None:
     table = Table(title, "calls", "ms", "share", box=None, header_style="bold")
     for op in ops:
         table.add_row(op.name[:60], str(op.calls), f"{op.milliseconds:,.2f}", f"{100 * op.share:.1f} %")
-    Console().print(table)
+    show_table(table)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rekindle.cli.tables import show_table
 from rekindle.config import parse_bytes, printable, show_bytes, snapshot_folder
 from rekindle.errors import BadConfig
 from rekindle.snapshots.about import in_words
@@ -67,7 +68,7 @@ def list_command(
             in_words(alike[0].about) or f"{fingerprint[:SHOWN]}, of which nothing says what model and settings it was"
         )
         out.print(f"{printable(about)}:", highlight=False, markup=False)
-        out.print(_table(alike if whole else alike[:LISTED]))
+        show_table(_table(alike if whole else alike[:LISTED]))
         if len(alike) > LISTED and not whole:
             out.print(f"and {len(alike) - LISTED:,} that were used before these; --all lists them", highlight=False)
         if len(models) > 1:

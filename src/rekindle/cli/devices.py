@@ -13,6 +13,7 @@ from rich.table import Table
 
 from rekindle.build import available_ram, device_names, make_machine, open_model, plan_model, probe_device, speeds
 from rekindle.cli import options
+from rekindle.cli.tables import show_table
 from rekindle.config import Config, printable, show_bytes
 from rekindle.errors import DoesNotFit
 
@@ -42,7 +43,7 @@ def devices(
             f"{found.link / 1e9:.1f} GB/s" if found.link else "",
             f"{found.matrix / 1e12:.3f} TFLOP/s",
         )
-    out.print(table)
+    show_table(table)
     if model is not None:
         config = Config(model=model, context=context, sequences=sequences)
         _show_spans(out, device_names(["auto"]), config)

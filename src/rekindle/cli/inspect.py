@@ -8,6 +8,7 @@ from rich.text import Text
 
 from rekindle.build import embedded_model
 from rekindle.cli import options
+from rekindle.cli.tables import show_table
 from rekindle.config import show_bytes
 from rekindle.weights import open_weights
 from rekindle.weights.describe import describe
@@ -29,4 +30,4 @@ def inspect(model: options.ModelPath = None) -> None:
         for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
             table.add_row(Text(name), show_bytes(size), f"{size / found.nbytes:.1%}")
         out.print()
-        out.print(table)
+        show_table(table)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from rekindle.bench.conversations import ConversationSizes
 from rekindle.bench.recorded import OWN, read_session, session_file
 from rekindle.bench.replay import OwnServer, ReplayRow, ReplayServer, Total
 from rekindle.bench.replay import replay as run_replay
+from rekindle.cli.tables import show_table
 
 
 def replay(
@@ -47,7 +47,7 @@ def replay(
     sizes = ConversationSizes(turns=turns, answer=answer).scaled(scale)
     with _server(url, model, serve, api_key) as server:
         totals = run_replay(server, sizes, requests, only or (), _Printer().show)
-    Console().print(_summary(totals))
+    show_table(_summary(totals))
     if url is not None:
         print("no conversation with a restart in its middle: the server is not ours to restart")
     print(json.dumps({"scale": scale, "conversations": [total.as_dict() for total in totals]}))
