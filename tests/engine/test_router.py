@@ -5,17 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from support.answers import Answer
-from support.snapshot_lab import wait_until
 
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.router import Router
-from rekindle.engine.types import Failed, Finished, Request, Sampling, Started
+from rekindle.engine.types import Failed, Finished, FinishReason, Request, Sampling, Started
 from rekindle.errors import BadRequest, PromptTooLong, QueueFull, StageLost
 from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
@@ -98,25 +98,50 @@ def talk(seed: int, length: int = 130) -> list[int]:
     return [(seed * 37 + 7 * i) % 320 for i in range(length)]
 
 
-def _knows(prefixes: PrefixCache, tokens: list[int]) -> bool:
-    return prefixes.known_length(tokens) == len(tokens)
-
-
 def test_a_conversation_returns_to_the_replica_that_holds_it(make_house: Callable[..., House]) -> None:
     house = make_house().start()
-    first = ask(house.router, talk(1))
-    assert isinstance(first.last, Finished)
-    home = house.computed.index(130)
-    other = ask(house.engines[1 - home], talk(2))  # the other replica holds another conversation
+    gate = threading.Event()
+    first = ask(house.router, talk(1), gate=gate)
+    other = ask(house.router, talk(2))  # while the first replica is busy
     assert isinstance(other.last, Finished)
-    for seed, place in ((1, home), (2, 1 - home), (1, home)):
+    gate.set()
+    assert isinstance(first.last, Finished)
+    assert house.computed == [130, 130]
+    for seed, place in ((1, 0), (2, 1), (1, 0)):
         before = house.computed
-        prefixes = house.engines[place].prefixes  # which know of it a moment after the last event
-        wait_until(partial(_knows, prefixes, talk(seed)))
         finished = ask(house.router, [*talk(seed), 5, 6, 7]).last
         assert isinstance(finished, Finished)
         assert finished.cache.restored >= 130
         assert house.computed[1 - place] == before[1 - place], "the other replica ran nothing"
+
+
+class PaperReplica:
+    """Ends an answer when it is told to, and publishes nothing."""
+
+    def __init__(self) -> None:
+        self.prefixes = SimpleNamespace(known_length=lambda tokens, namespace: 0)
+        self.requests: list[Request] = []
+
+    def kept_length(self, tokens: Any, namespace: str) -> int:
+        return 0
+
+    def submit(self, request: Request) -> None:
+        self.requests.append(request)
+
+
+def test_a_conversation_returns_while_its_snapshots_are_still_being_published() -> None:
+    replicas = [PaperReplica(), PaperReplica()]
+    router = Router(cast(Any, replicas))
+    router.submit(request_of(talk(1)))
+    (asked,) = replicas[0].requests
+    asked.sink(Finished(FinishReason.STOP, None, 130, 4, cast(Any, None), cast(Any, None)))
+    for seed in (2, 3, 4):
+        router.submit(replace(request_of(talk(seed)), id=f"{seed}"))
+    assert [len(replica.requests) for replica in replicas] == [3, 1], "the first is the busier one now"
+    router.submit(request_of([*talk(1), 5, 6, 7]))
+    assert len(replicas[0].requests) == 4
+    router.submit(replace(request_of([*talk(1), 8]), namespace="another"))
+    assert len(replicas[1].requests) == 2, "what was run for one name space is no reason for another"
 
 
 def test_among_equals_the_less_busy_one_takes_it(make_house: Callable[..., House]) -> None:

@@ -1,9 +1,9 @@
 """Requests are shared out among several replicas of a model.
 
 A request goes to the replica that knows the longest prefix of its prompt: published in its index, kept in one of its
-slots, or being run by it right now. Among equals the one that keeps it in a slot takes it, else the least busy one. If
-a replica loses a stage and cannot bring it back, its requests that have no token yet go to the others, and it is tried
-last for a while.
+slots, being run by it right now, or just run, since snapshots are published a moment after the answer's end. Among
+equals the one that keeps it in a slot takes it, else the least busy one. If a replica loses a stage and cannot bring it
+back, its requests that have no token yet go to the others, and it is tried last for a while.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,6 +27,11 @@ from rekindle.spec import PAGE
 log = logging.getLogger("rekindle.engine")
 
 REST = 30.0  # seconds for which a replica is tried last after it has lost a stage
+PUBLISHING = 2.0  # seconds after an answer's end within which its snapshots are published, with time to spare
+MOST = 256  # answers whose end is remembered so long
+
+
+_Run = tuple[int, str, np.ndarray]  # the replica of a request, its name space and its prompt
 
 
 class Router:
@@ -34,8 +40,9 @@ class Router:
     def __init__(self, replicas: Sequence[Engine]) -> None:
         assert replicas, "a router has at least one replica"
         self.replicas = tuple(replicas)
-        self._lock = threading.Lock()  # guards the three below
-        self._running: dict[str, tuple[int, Request, np.ndarray]] = {}  # by id: its replica, itself, its prompt
+        self._lock = threading.Lock()  # guards the four below
+        self._running: dict[str, _Run] = {}  # by id
+        self._just_run = deque[tuple[float, _Run]](maxlen=MOST)  # the oldest end first, by a monotonic clock
         self._routed: dict[str, _RoutedRequest] = {}  # by request, from its submit to its last event
         self._failed_at = [-REST] * len(replicas)  # by replica, of a monotonic clock
 
@@ -76,17 +83,24 @@ class Router:
         now, tokens, namespace = time.monotonic(), request.prompt.key, request.namespace
         with self._lock:
             running = list(self._running.values())
+            while self._just_run and now - self._just_run[0][0] > PUBLISHING:
+                self._just_run.popleft()
+            just_run = [run for _, run in self._just_run]
             rests = [now - failed < REST for failed in self._failed_at]
 
         def rank(index: int) -> tuple[bool, int, bool, int]:
             replica = self.replicas[index]
-            here = [(other, prompt) for its, other, prompt in running if its == index]
-            shared = [common_length(tokens, prompt) for other, prompt in here if other.namespace == namespace]
+            shared = [
+                common_length(tokens, prompt)
+                for its, its_namespace, prompt in (*running, *just_run)
+                if its == index and its_namespace == namespace
+            ]
             kept = replica.kept_length(tokens, namespace)
             known = max([replica.prefixes.known_length(tokens, namespace), kept, *shared])
             # A prefix that ends inside the first page is not worth waiting for, and only the longest is taken over.
             keeps = kept == known >= PAGE
-            return rests[index], -(known if known >= PAGE else 0), not keeps, len(here)
+            load = sum(its == index for its, *_ in running)
+            return rests[index], -(known if known >= PAGE else 0), not keeps, load
 
         return sorted(range(len(self.replicas)), key=rank)
 
@@ -95,8 +109,9 @@ class Router:
         refusals: list[RekindleError] = []
         for place, index in enumerate(order):
             routed.others = order[place + 1 :]
+            request = routed.request
             with self._lock:
-                self._running[routed.request.id] = (index, routed.request, routed.request.prompt.key)
+                self._running[request.id] = (index, request.namespace, request.prompt.key)
             try:
                 self.replicas[index].submit(replace(routed.request, sink=routed.take))
             except BadRequest:
@@ -109,10 +124,12 @@ class Router:
                 return
         raise refusals[0]
 
-    def end(self, request: Request) -> None:
+    def end(self, request: Request, finished: bool = False) -> None:
         """It has had its last event, or was refused."""
         with self._lock:
-            self._running.pop(request.id, None)
+            run = self._running.pop(request.id, None)
+            if finished and run is not None:
+                self._just_run.append((time.monotonic(), run))
             self._routed.pop(request.id, None)
 
     def reroute(self, routed: _RoutedRequest, error: StageLost) -> bool:
@@ -153,6 +170,6 @@ class _RoutedRequest:
                 return
             self._router.end(self.request)
         elif isinstance(event, Finished):
-            self._router.end(self.request)
+            self._router.end(self.request, finished=True)
         self.streamed |= isinstance(event, Token | PromptLogprobs)
         self.request.sink(event)
