@@ -230,6 +230,29 @@ def test_pinned_states_are_fetched_by_size_and_only_what_lies_apart_is_copied(
     assert int(places.isnan().sum()) == places.numel() - to[-1].numel()
 
 
+@pytest.mark.parametrize("odd", ["not pinned", "read across", "amid a word", "of another type", "written across"])
+def test_what_the_device_cannot_read_in_words_as_it_lies_is_copied(
+    small_slabs: list[torch.Tensor], odd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a tensor of the same size that it can."""
+    memory = torch.randn(2, 40, 32)
+    truth, to = memory[0, :4], torch.full((4, 32), torch.nan)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: odd != "not pinned" or tensor is not truth)
+    if odd == "read across":
+        truth = torch.randn(32, 4).T
+    elif odd == "amid a word":
+        truth = torch.randn(200)[2:130].view(4, 32)
+    elif odd == "of another type":
+        truth = truth.to(torch.int32)
+    elif odd == "written across":
+        to = torch.full((32, 4), torch.nan).T
+    launches = list[int]()
+    monkeypatch.setattr("rekindle.pool.copies.fetch_pages", lambda targets, sources, nbytes: launches.append(0))
+    PaperGpu(small_slabs).send([(to, truth)])
+    assert not launches
+    assert torch.equal(to, truth.to(torch.float32))
+
+
 # Pinning
 
 

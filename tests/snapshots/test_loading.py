@@ -233,6 +233,25 @@ def test_a_large_object_is_hashed_on_all_cores_unless_another_load_is_under_way(
     assert all(same(found, snapshot) for found, snapshot in zip(loaded, snapshots, strict=True))
 
 
+def test_loads_at_once_make_room_for_all_that_they_bring(tmp_path: Path) -> None:
+    if READERS == 1:
+        pytest.skip("one reader reads one load after the other")
+    snapshots = [PaperModel().snapshot(list(range(start, start + 20))) for start in (0, 100)]
+    records = [saved(tmp_path, snapshot) for snapshot in snapshots]
+    together, rooms, meets = threading.Barrier(2, timeout=30), list[int](), list[bool]()
+    store = DiskStore(tmp_path, FINGERPRINT, BUDGET, files=PaperFiles(lambda: meets and together.wait()))
+    store.make_room_in_ram = rooms.append
+    for record in records:
+        store.load(record.id)
+    alone = rooms[:]
+    assert len(alone) == 2 and all(alone)
+    meets.append(True)
+    with ThreadPoolExecutor(2) as both:
+        list(both.map(lambda record: store.load(record.id), records))
+    store.close()
+    assert max(rooms[2:]) == sum(alone)
+
+
 def test_layers_whose_pages_differ_are_loaded_as_they_were(tmp_path: Path) -> None:
     shapes = {
         0: ((1, 4), torch.float32),

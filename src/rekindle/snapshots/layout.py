@@ -3,8 +3,8 @@
 page object   [PAGE token ids, int32][first paged layer: K, V][second: K, V] …
 own object    [the tensors of every part, kind by kind and layer by layer][logits], each on an ALIGNMENT edge
 
-Tensors of one name, dtype and shape stand side by side, so that a restore copies many in one call. (Earlier versions
-wrote all tensors of a layer, then those of the next; readers go by the manifest.)
+Tensors of one name, dtype and shape stand side by side, and a load cuts them out of what was read at once. (Earlier
+versions wrote all tensors of a layer, then those of the next; readers go by the manifest.)
 """
 
 from __future__ import annotations

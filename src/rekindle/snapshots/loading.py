@@ -95,7 +95,8 @@ class Loader:
         # Pages outlive the own objects they were loaded with: in one slab they would keep each other's memory.
         self._own_cuts, self._page_cuts = Cuts(slabs), Cuts(slabs)
         self._counting = threading.Lock()
-        self._under_way = 0  # loads
+        self._under_way = 0  # loads …
+        self._coming = 0  # … and the bytes that they bring
         self._readers = ThreadPoolExecutor(READERS, "rekindle-disk-reader", stand_back, (RANK,))
 
     def load(self, id: str, make_room: MakeRoom | None) -> Snapshot:
@@ -105,13 +106,24 @@ class Loader:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        with self._counting:
-            self._under_way += 1
+        self._count(1, 0)
         try:
             yield
         finally:
-            with self._counting:
-                self._under_way -= 1
+            self._count(-1, 0)
+
+    @contextmanager
+    def _bringing(self, nbytes: int) -> Iterator[None]:
+        self._count(0, nbytes)
+        try:
+            yield
+        finally:
+            self._count(0, -nbytes)
+
+    def _count(self, loads: int, nbytes: int) -> None:
+        with self._counting:
+            self._under_way += loads
+            self._coming += nbytes
 
     def _load(self, id: str, make_room: MakeRoom | None) -> Snapshot:
         listed = self._expected.read(self._folder.manifest(id))
@@ -121,13 +133,12 @@ class Loader:
         wanted = [name for name in dict.fromkeys(listed.pages) if name not in columns]
         coming = listed.own_bytes + len(wanted) * (listed.page_bytes - PAGE_HEADER)
         own = self._own_memory(listed)
-        with Reads(self._readers) as own_reads, Reads(self._readers) as page_reads:
+        with self._bringing(coming), Reads(self._readers) as own_reads, Reads(self._readers) as page_reads:
             unread = deque(range(len(own)))
             own_reads.begin([partial(self._read_own, listed, own, number, unread) for number in range(len(own))])
-            evict = make_room if coming > self._slabs.spare() else None
-            if evict is not None:
+            if make_room is not None and self._coming > self._slabs.spare():
                 own_reads.finish()  # alone, so that an altered one evicts nothing
-                evict(coming)
+                make_room(self._coming)  # for all loads under way, none of which the tier counts yet
             runs = self._page_runs(listed, wanted)
             page_reads.begin([partial(self._verify_pages, *batch) for batch in _batches(runs, coming // READERS)])
             # While they are read, all that needs no bytes.
