@@ -114,11 +114,18 @@ def gpu_like(lab: Lab, slots: int = 4, **settings: Any) -> Engine:
 
 
 class Diary:
-    """When slots are filled, steps launched and results collected. `at_step`: what happens as the n-th is launched."""
+    """When slots are filled, steps launched and results collected. `at_step`: what happens as the n-th is launched;
+    `at_open`, `at_collect`: as the n-th slot is filled, and before the host looks at the n-th results."""
 
-    def __init__(self, engine: Engine, at_step: dict[int, Callable[[], object]] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        at_step: dict[int, Callable[[], object]] | None = None,
+        at_open: dict[int, Callable[[], object]] | None = None,
+        at_collect: dict[int, Callable[[], object]] | None = None,
+    ) -> None:
         self.done = list[str]()
-        self._at_step = at_step or {}
+        self._acts = {"step": at_step or {}, "open": at_open or {}, "collect": at_collect or {}}
         for owner, verb, name in (
             (engine.pipeline, "open", "open"),
             (engine.pipeline, "forward", "step"),
@@ -129,40 +136,126 @@ class Diary:
     def _noting(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*arguments: Any) -> Any:
             self.done.append(name)
-            if name == "step":
-                self._at_step.get(self.done.count("step"), lambda: None)()
+            self._acts[name].get(self.done.count(name), lambda: None)()
             return call(*arguments)
 
         return noted
 
 
-def test_what_comes_while_a_long_chunk_runs_has_its_slot_before_the_chunk_is_looked_at(
-    lab: Lab, long_chunks: list[bool], monkeypatch: pytest.MonkeyPatch
+def over(chunks: list[bool]) -> Callable[[], object]:
+    return lambda: chunks.append(True)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_what_comes_while_a_long_chunk_runs_has_its_slot_and_its_step_before_the_chunk_is_looked_at(
+    lab: Lab, long_chunks: list[bool], draws: bool
 ) -> None:
+    """Unless a first token comes of the chunk: the second would wait for a whole chunk of somebody else."""
     engine, later = gpu_like(lab), list[Answer]()
-    diary = Diary(engine, {1: lambda: later.append(Answer(engine, Prompt(random_tokens(20, 7))))})
-    open_slot = engine.pipeline.open
-
-    def opened(slot: int) -> None:
-        open_slot(slot)
-        if diary.done.count("open") == 2:
-            long_chunks.append(True)
-
-    monkeypatch.setattr(engine.pipeline, "open", opened)
-    assert Answer(engine, Prompt(random_tokens(60, 8))).finished.reason is FinishReason.LENGTH
-    assert later[0].finished.reason is FinishReason.LENGTH
-    assert diary.done[: diary.done.index("collect")] == ["open", "step", "open", "step"]
+    comes = {1: lambda: later.append(Answer(engine, Prompt(random_tokens(500, 7))))}
+    diary = Diary(engine, comes, at_open={2: over(long_chunks)})
+    first = Answer(engine, Prompt(random_tokens(60, 8)), max_tokens=4 if draws else 0)
+    assert first.finished.reason is later[0].finished.reason is FinishReason.LENGTH
+    assert diary.done[:5] == ["open", "step", "open", *(["collect", "step"] if draws else ["step", "collect"])]
     engine.stop()
 
 
-def test_a_long_prompt_stands_behind_the_chunk_as_soon_as_it_has_come(lab: Lab, long_chunks: list[bool]) -> None:
-    """No other prompt could share its chunk. The first chunk is over when both have been launched, and not before."""
-    engine, later = gpu_like(lab), list[Answer]()
-    both = {1: lambda: later.append(Answer(engine, Prompt(random_tokens(500, 7)))), 2: lambda: long_chunks.append(True)}
-    diary = Diary(engine, both)
-    assert Answer(engine, Prompt(random_tokens(60, 8))).finished.reason is FinishReason.LENGTH
+def test_nobody_who_answers_waits_for_a_long_chunk_to_be_over(lab: Lab, long_chunks: list[bool]) -> None:
+    """It never is: to look at its results is what waits for it on a GPU."""
+    engine, later = gpu_like(lab, async_steps=0), list[Answer]()
+    Diary(engine, {4: lambda: later.append(Answer(engine, Prompt(random_tokens(60, 7)), max_tokens=0))})
+    assert Answer(engine, Prompt(random_tokens(20, 8)), max_tokens=30).finished.reason is FinishReason.LENGTH
     assert later[0].finished.reason is FinishReason.LENGTH
-    assert diary.done[: diary.done.index("collect")] == ["open", "step", "open", "step"]
+    engine.stop()
+
+
+def test_as_many_prompts_as_can_share_a_step_have_it_while_a_long_chunk_runs(lab: Lab, long_chunks: list[bool]) -> None:
+    """The chunk is over when they do, and not before."""
+    engine, later = gpu_like(lab, slots=AT_FIRST + 2), list[Answer]()
+
+    def come() -> None:
+        later.extend(Answer(engine, Prompt(random_tokens(20, 40 + seed))) for seed in range(AT_FIRST))
+
+    diary = Diary(engine, {1: come, 2: over(long_chunks)})
+    assert Answer(engine, Prompt(random_tokens(60, 8))).finished.reason is FinishReason.LENGTH
+    assert all(answer.finished.reason is FinishReason.LENGTH for answer in later)
+    assert diary.done[: diary.done.index("collect")] == ["open", "step", *["open"] * AT_FIRST, "step"]
+    engine.stop()
+
+
+def test_prompts_that_come_while_a_long_chunk_runs_compute_what_they_share_once(
+    lab: Lab, long_chunks: list[bool]
+) -> None:
+    """The first of them is long enough for a chunk of its own, and the second comes a moment later."""
+    engine, later, shared = gpu_like(lab, grid=512), list[Answer](), random_tokens(300, 99)
+
+    def comes(seed: int) -> Callable[[], object]:
+        return lambda: later.append(Answer(engine, Prompt((*shared, *random_tokens(50, seed)))))
+
+    Diary(engine, {1: comes(1)}, at_open={2: lambda: (comes(2)(), engine._inbox.put(over(long_chunks)))})
+    assert Answer(engine, Prompt(random_tokens(60, 8)), max_tokens=0).finished.reason is FinishReason.LENGTH
+    assert [answer.finished.cache.computed for answer in later] == [350, 50]
+    engine.stop()
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_step_that_no_more_prompts_could_share_is_launched_before_others_come_in(
+    lab: Lab, long_chunks: list[bool], behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one more, where the host is behind the device; nobody is kept out for longer than that."""
+    early, late = AT_FIRST + 16, list[Answer]()
+    engine = gpu_like(lab, slots=early + 3)
+    monkeypatch.setattr(Engine, "_runs_long", True)  # the device has work: those in line come in at once
+    long_chunks += [True] * behind
+
+    def others_come() -> None:
+        late.extend(Answer(engine, Prompt(random_tokens(20, 90 + seed))) for seed in range(3))
+
+    diary = Diary(engine, at_collect={1: others_come})
+    with arriving_together(engine):
+        answers = [Answer(engine, Prompt(random_tokens(20, seed))) for seed in range(early)]
+    assert all(answer.finished.reason is FinishReason.LENGTH for answer in (*answers, *late))
+    looked = diary.done.index("collect")
+    come_in = diary.done.index("open", looked)
+    assert diary.done[looked:come_in] == ["collect", "step"] * (1 + behind)
+    assert diary.done[come_in : come_in + 3] == ["open"] * 3
+    engine.stop()
+
+
+@pytest.mark.parametrize("longs", [3, 6])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_free_slot_is_filled_however_many_long_prompts_come_in(lab: Lab, stages: int, longs: int) -> None:
+    """Every chunk counts as over when the host looks, as where the host is slower than the device."""
+    whole = lab._oracle.span.stop
+    spans = [None] if stages == 1 else [Span(0, whole // 2), Span(whole // 2, whole)]
+    pipeline = Pipeline([lab.stage(span, slots=longs + 2, pages=300) for span in spans])
+    settings = EngineSettings(context=4096, grid=64, async_steps=int(stages == 1), max_gap=1.0)
+    engine = Engine(pipeline, PrefixCache(local_tiers(1 << 28)), settings).start()
+    short = list[Answer]()
+    diary = Diary(engine, {10: lambda: short.append(Answer(engine, Prompt(random_tokens(70, 2))))})
+    with arriving_together(engine):
+        answers = [Answer(engine, Prompt(random_tokens(700, 100 + n)), max_tokens=2) for n in range(longs)]
+    assert all(answer.finished.reason is FinishReason.LENGTH for answer in answers)
+    assert short[0].finished.reason is FinishReason.LENGTH
+    engine.stop()
+    last = max(at for at, what in enumerate(diary.done) if what == "open")
+    assert diary.done[:last].count("step") <= 13, "of ten before it came, and some that were on their way"
+
+
+def test_who_is_in_line_when_a_long_prompt_is_launched_computes_what_they_share_once(
+    lab: Lab, long_chunks: list[bool]
+) -> None:
+    """The second has come before the first one's turn, though it gets its slot after that."""
+    engine, shared, both = gpu_like(lab, slots=8, grid=256), random_tokens(150, 1), list[Answer]()
+
+    def comes(seed: int) -> Callable[[], object]:
+        return lambda: both.append(Answer(engine, Prompt((*shared, *random_tokens(60, seed))), max_tokens=2))
+
+    Diary(engine, {4: comes(2), 9: comes(3)})
+    with arriving_together(engine):
+        longs = [Answer(engine, Prompt(random_tokens(2000, 9 + n)), max_tokens=2) for n in range(4)]
+    assert all(answer.finished.reason is FinishReason.LENGTH for answer in longs)
+    assert [answer.finished.cache.computed for answer in both] == [210, 60]
     engine.stop()
 
 
@@ -203,65 +296,6 @@ def test_an_engine_that_stops_waits_for_no_long_chunk(lab: Lab, long_chunks: lis
     assert launched.wait(60)
     engine.stop()
     assert answer.finished.reason is FinishReason.CANCELLED
-
-
-def test_a_step_that_no_more_prompts_could_share_is_launched_before_others_come_in(
-    lab: Lab, long_chunks: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And nobody is kept out for longer than that."""
-    early, late = AT_FIRST + 4, list[Answer]()
-    engine = gpu_like(lab, slots=early + 3)
-    monkeypatch.setattr(Engine, "_runs_long", True)  # the device has work: those in line come in at once
-
-    def others_come() -> None:
-        late.extend(Answer(engine, Prompt(random_tokens(20, 90 + seed))) for seed in range(3))
-
-    diary = Diary(engine, {1: others_come})
-    with arriving_together(engine):
-        answers = [Answer(engine, Prompt(random_tokens(20, seed))) for seed in range(early)]
-    assert all(answer.finished.reason is FinishReason.LENGTH for answer in answers)
-    assert all(answer.finished.reason is FinishReason.LENGTH for answer in late)
-    opens = [at for at, what in enumerate(diary.done) if what == "open"]
-    assert diary.done[opens[early - 1] : opens[early]].count("step") >= 2, "the one in which they came, and the next"
-    engine.stop()
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-def test_background_prompts_in_slots_keep_no_client_out(lab: Lab, stages: int) -> None:
-    """Eight prompts that are prepared stand in slots; a long one runs, and a short one comes."""
-    whole = lab._oracle.span.stop
-    half = whole // 2
-    spans = [None] if stages == 1 else [Span(0, half), Span(half, whole)]
-    pipeline = Pipeline([lab.stage(span, slots=AT_FIRST + 4, pages=400) for span in spans])
-    settings = EngineSettings(context=4096, grid=64, async_steps=int(stages == 1))
-    engine = Engine(pipeline, PrefixCache(local_tiers(1 << 28)), settings).start()
-    steps, asked, ours = list[set[str]](), dict[str, Answer](), list[int]()
-    forward, collect = engine.pipeline.forward, engine._collector.collect
-
-    def launched(*step: Any) -> Any:
-        slots = {segment.slot for segment in step[0].segments}
-        steps.append({s.request.id for s in engine._roster.running if s.slot in slots})
-        if "long" not in asked and len(engine._roster.background) == AT_FIRST:
-            asked["long"] = Answer(engine, Prompt(random_tokens(1500, 1)))
-        return forward(*step)
-
-    def collected() -> None:
-        collect()
-        if "short" not in asked and "long" in asked and sum(asked["long"].id in step for step in steps) == 4:
-            ours.append(len(steps))
-            asked["short"] = Answer(engine, Prompt(random_tokens(70, 2)))
-
-    engine.pipeline.forward, engine._collector.collect = launched, collected  # type: ignore[method-assign]
-    with arriving_together(engine):
-        prepared = [
-            Answer(engine, Prompt(random_tokens(300, 700 + seed)), max_tokens=0, background=True)
-            for seed in range(AT_FIRST)
-        ]
-    wait_until(lambda: "short" in asked)
-    assert all(answer.finished for answer in (*asked.values(), *prepared))
-    engine.stop()
-    first = next(number for number, step in enumerate(steps) if asked["short"].id in step)
-    assert sum(asked["long"].id in step for step in steps[ours[0] : first]) < 8, "of two dozen"
 
 
 def test_snapshots_of_those_who_come_in_later_are_read_before_the_first_step(lab: Lab, tmp_path: Path) -> None:

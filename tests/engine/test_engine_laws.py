@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.answers import Answer, arriving_together
 
+from rekindle.engine import publisher
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Finished, FinishReason, Sampling, Started, Token
 from rekindle.errors import PromptTooLong, QueueFull
@@ -134,6 +135,17 @@ def test_the_next_branch_starts_where_two_prompts_departed(engine: Engine) -> No
     second = Answer(engine, Prompt((*shared, *random_tokens(60, 15))))
     assert second.finished.cache.restored == 0
     third = Answer(engine, Prompt((*shared, *random_tokens(60, 16))))
+    assert third.finished.cache.restored == 100
+
+
+def test_two_prompts_part_where_the_first_is_not_published_yet(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, held, is_here = random_tokens(100, 113), [True], publisher._Capture.is_here
+    monkeypatch.setattr(publisher._Capture, "is_here", lambda capture: not held and is_here(capture))
+    for seed in (114, 115):
+        answer = Answer(engine, Prompt((*shared, *random_tokens(60, seed))))
+        assert answer.finished.cache.restored == 0
+    held.clear()
+    third = Answer(engine, Prompt((*shared, *random_tokens(60, 116))))
     assert third.finished.cache.restored == 100
 
 

@@ -87,6 +87,8 @@ def test_a_prompt_comes_into_its_slot_in_a_hurry_and_reads_give_way(
         "rekindle.snapshots.loading.give_way", lambda: ways.append(threading.current_thread().name.rsplit("_", 1)[0])
     )
 
+    monkeypatch.setattr(Pipeline, "async_steps", 1)  # as on a GPU
+
     def noted(admission: Admission, sequence: Any) -> Any:
         in_a_hurry.append(hurrying._count)
         return restore(admission, sequence)

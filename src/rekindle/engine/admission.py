@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 
 from rekindle.engine.account import Totals
 from rekindle.engine.endings import Endings
@@ -17,7 +18,6 @@ from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.twins import Twins
 from rekindle.engine.types import Started
 from rekindle.errors import PoolFull, PromptTooLong, StageLost
-from rekindle.hurry import hurrying
 
 Firsts = deque[tuple[Sequence, DrawnTokens | None]]  # prompts restored whole, and their first tokens on their way
 
@@ -32,7 +32,9 @@ class Admission:
         collector: Collector,
         endings: Endings,
         totals: Totals,
+        hurrying: AbstractContextManager[object],
     ) -> None:
+        """hurrying: in which the token loop fills slots."""
         self._roster = roster
         self._inbox = inbox
         self._restorer = restorer
@@ -40,6 +42,7 @@ class Admission:
         self._collector = collector
         self._endings = endings
         self._totals = totals
+        self._hurrying = hurrying
 
     def enqueue(self, sequence: Sequence) -> None:
         """Background work gives up its slot to a client's request if no slot is free; its snapshots stay published."""
@@ -55,6 +58,12 @@ class Admission:
         except Exception as error:
             self._endings.fail([sequence], error)
 
+    def ask_twins(self) -> None:
+        """Before a prompt is launched: where others in line part from it is a boundary."""
+        for sequence in tuple(self._roster.line):
+            if not isinstance(sequence.state, Loading):
+                self._twins.is_ahead_of(sequence)
+
     def admit(self, most: int | None = None) -> None:
         """Fill free slots, or so many of them at most. A first token is drawn behind the state of the prompt before,
         which travels for a while: the next prompt is handed over meanwhile."""
@@ -68,7 +77,6 @@ class Admission:
         reserved, held_up, enough = 0, set[str](), None if most is None else len(self._roster.running) + most
         for sequence in tuple(self._roster.line):
             if len(self._roster.running) == enough:
-                # Asked before the others are launched: where they part is a boundary.
                 if not self._twins.is_ahead_of(sequence) and self._roster.slots_left > reserved:
                     with self._endings.isolated(sequence):
                         self._restorer.read_ahead(sequence)
@@ -92,7 +100,7 @@ class Admission:
     def _place(self, sequence: Sequence, firsts: Firsts) -> Placement | None:
         """Start it if its slot can be filled. None if it failed: only its own request ends."""
         try:
-            with hurrying:
+            with self._hurrying:
                 placement = self._restore(sequence)
             if isinstance(placement, Restored):
                 self._start(sequence, placement, firsts)

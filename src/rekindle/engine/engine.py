@@ -32,7 +32,7 @@ from rekindle.engine.audit import Auditor
 from rekindle.engine.audit_runs import AuditRuns
 from rekindle.engine.drafting import NO_DRAFTS, Drafts, Measures, Proposer
 from rekindle.engine.endings import Endings
-from rekindle.engine.flight import Flights
+from rekindle.engine.flight import Flight, Flights
 from rekindle.engine.inbox import Inbox
 from rekindle.engine.intake import make_sequence
 from rekindle.engine.kept_slots import KeptSlots
@@ -132,7 +132,10 @@ class Engine:
             pipeline, prefixes, roster, publisher, self._auditor, endings, self._note_loaded, grid, settings.drawable
         )
         twins = Twins(prefixes, publisher, roster)
-        self._admission = Admission(roster, inbox, self._restorer, twins, self._collector, endings, self._totals)
+        self._admission = Admission(
+            roster, inbox, self._restorer, twins, self._collector, endings, self._totals, self._hurrying
+        )
+        self._kept_out = False  # requests came into no slots in the last step, for the sake of a chunk
         self._recovery = Recovery(pipeline, self._flights, roster, publisher, endings, inbox)
 
     # From any thread
@@ -251,8 +254,10 @@ class Engine:
             self._admission.admit(AT_FIRST)
             self._launch()
         if self._scheduler.takes_no_more:
+            self._admission.ask_twins()
             self._launch()
-        if not self._next_waits_for_results:
+        self._kept_out = self._next_waits_for_results and not self._kept_out
+        if not self._kept_out:
             self._admission.admit()
         self._launch()
         self._collector.let_go()
@@ -269,31 +274,33 @@ class Engine:
     @property
     def _next_waits_for_results(self) -> bool:
         """Whether a chunk that takes no more prompts along could be launched once the oldest step, which is over, has
-        been looked at."""
+        been looked at. Nobody is kept out for it twice in a row: while long prompts come in it may always be so."""
         return self._scheduler.takes_no_more and bool(self._flights) and self._flights[0].is_over
 
     def _admit_beside_chunk(self) -> None:
         """While a long chunk is all that the device has, and nobody answers, requests that come get their slots. The
-        next chunk stands behind it as soon as no prompt that is still to come could share it, else when this one is
-        over and before its results are looked at: the device would stand still meanwhile."""
-        while self._runs_one_long_chunk and not self._flights[0].is_over:
+        next chunk is launched as soon as eight prompts share it, else when this one is over and before its results are
+        looked at: the device would stand still meanwhile. But where it brings a first token, and no crowd waits, they
+        come first: the second token would wait for a whole chunk."""
+        while (chunk := self._long_chunk) is not None and not chunk.is_over:
             if not self._inbox.comes_within(BESIDE):
                 continue
             if not self._inbox.receive(idle=False):
                 return
             self._endings.cancel_marked()
             self._admission.admit()
-            if self._scheduler.takes_no_more:
+            if self._scheduler.is_crowded:
                 self._launch()
-        if self._runs_one_long_chunk:
+        if chunk is not None and (self._scheduler.is_crowded or not chunk.drawing):
             self._launch()
 
     @property
-    def _runs_one_long_chunk(self) -> bool:
-        """Of several GPUs a chunk counts as over at once: nobody can ask all of them."""
-        if len(self._flights) != 1 or self._flights.begun is not None:
-            return False
-        return self._flights[0].batch.rows > SHARED and not any(s.decoding for s in self._roster.running)
+    def _long_chunk(self) -> Flight | None:
+        """Which is all that the device has, while nobody answers."""
+        only = self._flights[0] if len(self._flights) == 1 else None
+        if not isinstance(only, Flight) or only.batch.rows <= SHARED:
+            return None
+        return only if not any(sequence.decoding for sequence in self._roster.running) else None
 
     @property
     def _runs_long(self) -> bool:

@@ -50,9 +50,11 @@ class Pace:
         known = self._step
         self._step = min(seconds, GROWN * known) if at_most and known else seconds
 
-    def note_chunk(self, rows: int, seconds: float, share: float = 1.0) -> None:
-        """share: of its layers, that ran. Chunks of other sizes, which ended early at a boundary, say nothing of how
-        sizes compare."""
+    def note_chunk(self, rows: int, seconds: float, share: float = 1.0, at_most: bool = False) -> None:
+        """share: of its layers, that ran. at_most: as of a step. Chunks of other sizes, which ended early at a
+        boundary, say nothing of how sizes compare."""
+        if at_most and self._latest is not None:
+            seconds = min(seconds, GROWN * share * self._by_latest(rows))
         self._latest = rows, seconds / share
         if rows not in self._sizes or share < 1:
             return
@@ -82,10 +84,15 @@ class Pace:
         take more than twice its time."""
         if self._latest is None:
             return 1
-        known, seconds = self._latest
-        expected = max(1e-6, seconds * DOUBLED ** log2(rows / known))
+        expected = max(1e-6, self._by_latest(rows))
         room = max(self._step, self._room(self.max_gap, waiting))
         return max(1, min(sections, int(sections * room / expected)))
+
+    def _by_latest(self, rows: int) -> float:
+        """Seconds that a whole chunk takes, by the latest of any size."""
+        assert self._latest is not None, "one was measured"
+        known, seconds = self._latest
+        return float(seconds * DOUBLED ** log2(rows / known))
 
     def _room(self, gap: float, waiting: int) -> float:
         """Seconds between two steps that chunks may have. With every prompt that waits it is the target once more: of

@@ -21,7 +21,7 @@ from rekindle.engine.sequence import Sequence
 from rekindle.engine.to_host import OnHost
 from rekindle.errors import BadLogits, SnapshotMismatch
 from rekindle.prefix import PrefixCache
-from rekindle.prompt import BoundaryKind
+from rekindle.prompt import BoundaryKind, common_length
 from rekindle.snapshots.types import Part, Snapshot, Stretch, copies_done, wait_for
 from rekindle.stages import Pipeline
 
@@ -120,6 +120,11 @@ class Publisher:
     def awaits(self, sequence: Sequence, position: int) -> bool:
         """Whether a snapshot of this sequence at this position is still on its way."""
         return any(p.sequence is sequence and p.position == position for p in self._captures)
+
+    def shared_length(self, prompt: np.ndarray, namespace: str) -> int:
+        """How far a prompt goes along with what is still on its way, of which the index knows nothing yet."""
+        mine = (capture.tokens for capture in self._captures if capture.sequence.namespace == namespace)
+        return max((common_length(tokens, prompt) for tokens in mine), default=0)
 
     def give_logits(self, sequence: Sequence, position: int, logits: torch.Tensor | Future[torch.Tensor]) -> None:
         """The row after `position` tokens, or the one that was brought before."""

@@ -266,7 +266,8 @@ class Restorer:
 
     def _begin_account(self, sequence: Sequence, found: Lookup) -> None:
         found.taken()
-        for boundary in _boundaries(sequence, found.divergence):
+        shared = self._publisher.shared_length(sequence.key, sequence.namespace)
+        for boundary in _boundaries(sequence, max(found.divergence, shared)):
             sequence.add_boundary(boundary)
         for start, stop in pairwise((sequence.position, *sequence.boundaries.cuts)):
             for point in self._prefixes.lattice(start, stop, self._grid):
@@ -302,7 +303,7 @@ class Restorer:
 
 
 def _boundaries(sequence: Sequence, divergence: int) -> list[Boundary]:
-    """The prompt's own, and the place where it diverges from what the index has seen."""
+    """The prompt's own, and the place where it diverges from what was seen before."""
     boundaries = newest(sequence.request.prompt.boundaries)
     if divergence >= PAGE:
         boundaries.append(Boundary(divergence, BoundaryKind.BRANCH))

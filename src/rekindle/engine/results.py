@@ -85,7 +85,7 @@ class Collector:
     def _pass(self, section: ChunkSection) -> None:
         self._was_over = section.wait()
         began, self._last_back = max(section.began, self._last_back), time.monotonic()
-        self._note_chunk(section, self._last_back - began)
+        self._note_chunk(section, self._last_back - began, self._was_over)
 
     def _collect(self, flight: Flight) -> None:
         error = flight.output.exception()
@@ -155,13 +155,13 @@ class Collector:
                 if begin_known:
                     self._pace.note_step(self._last_back - began, at_most=was_over)
             elif not flight.batch.rewindable:
-                self._note_chunk(flight, self._last_back - began)
+                self._note_chunk(flight, self._last_back - began, was_over)
 
-    def _note_chunk(self, chunk: Flight | ChunkSection, seconds: float) -> None:
+    def _note_chunk(self, chunk: Flight | ChunkSection, seconds: float, was_over: bool) -> None:
         """Of sections as of a whole; what the stage itself had run before has taken no time. A chunk with padding takes
         as long as the whole step that serves it, so it says nothing where it ran whole."""
         if self._pace is not None and chunk.share and (chunk.share < 1 or fills_its_step(chunk.batch)):
-            self._pace.note_chunk(chunk.batch.rows, seconds, chunk.share)
+            self._pace.note_chunk(chunk.batch.rows, seconds, chunk.share, at_most=was_over)
 
     # Rows
 

@@ -83,10 +83,21 @@ class Scheduler:
     def takes_no_more(self) -> bool:
         """Whether no prompt that is still to come could share the next chunk with those that wait for theirs. False
         where chunks and decode rows share batches."""
-        waiting = [s for s in self._prefilling if not (s.in_flight or s.cancelled or s.background)]
+        waiting = self._waiting
         if self.pace is None or not waiting:
             return False
-        return waiting[0].prefill_end - waiting[0].position > SHARED or len(waiting) >= max(SHARERS)
+        first = waiting[0]
+        return first.next_chunk_end(self.grid) - first.position > SHARED or self.is_crowded
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether as many prompts wait for a chunk as could share one."""
+        return self.pace is not None and len(self._waiting) >= max(SHARERS)
+
+    @property
+    def _waiting(self) -> list[Sequence]:
+        """For their next chunk, those of clients."""
+        return [s for s in self._prefilling if not (s.in_flight or s.cancelled or s.background)]
 
     def next_batch(self, decoding: list[Sequence], fits: Fits) -> Step | None:
         """The next step; None if no segment is ready or fits. Blocks are drafted for a batch without chunks: its rows
