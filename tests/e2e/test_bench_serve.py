@@ -146,6 +146,50 @@ def test_a_peer_without_token_ids_and_without_our_report_is_measured_by_its_own_
     assert (row.failed, row.answered, row.restored, row.computed) == (0, 2, {"cache": 3}, 1)
 
 
+ANSWER = b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize(
+    ("answers", "connections"),
+    [
+        pytest.param(["whole", "whole", "whole"], 1, id="it is kept"),
+        pytest.param(["last", "last", "last"], 3, id="the server says that it was the last"),
+        pytest.param(["idle", "idle", "whole"], 3, id="the server ends it as it is used again"),
+    ],
+)
+def test_requests_one_behind_the_other_use_one_connection_as_long_as_it_is_open(
+    answers: list[str], connections: int
+) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    accepted = list[socket.socket]()
+
+    def answer_all() -> None:
+        left = list(answers)
+        while left:
+            connection, _ = listener.accept()
+            accepted.append(connection)
+            while left and read_message(connection):
+                how = left.pop(0)
+                over = b"connection: close\r\n" if how == "last" else b""
+                connection.sendall(b"HTTP/1.1 200 OK\r\n%scontent-length: %d\r\n\r\n" % (over, len(ANSWER)) + ANSWER)
+                if how == "last":
+                    break
+                if how == "idle":
+                    read_message(connection)  # the next request, which gets no answer
+                    break
+            connection.close()
+
+    thread = threading.Thread(target=answer_all)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    served = asyncio.run(run_load(LoadClient(url), Load(prompts=(4,), requests=len(answers))))
+    thread.join()
+    listener.close()
+    assert [answer.failure for answer in served] == [None] * len(answers)
+    assert [answer.tokens for answer in served] == [1] * len(answers)
+    assert len(accepted) == connections
+
+
 def test_shares_are_counted_from_below() -> None:
     values = [float(i) for i in range(1, 101)]
     assert [share_below(values, share) for share in (0.5, 0.99, 1.0)] == [50, 99, 100]

@@ -1,9 +1,9 @@
 """A load generator: what clients of an OpenAI-style server see, in milliseconds and tokens per second.
 
 Prompts are random token ids sent to /v1/completions, so that their lengths are exact; the same seed sends the same
-prompts, also to a server that was started again in between. Clocks start when a request is sent over a connection that
-is open already, and stop when an event with tokens has come in. What was restored and what was computed is the
-server's own word: its `rekindle` object, or the `cached_tokens` that others report.
+prompts, also to a server that was started again in between. Connections are kept and used again, as agents' clients
+do. Clocks start when a request is sent over one that is open, and stop when an event with tokens has come in. What was
+restored and what was computed is the server's own word: its `rekindle` object, or the `cached_tokens` of others.
 """
 
 from __future__ import annotations
@@ -121,8 +121,65 @@ class ServedAnswer:
         return self.arrivals[-1] - self.arrivals[0]
 
 
+class _Connection:
+    """An open one to a server: one request at a time, and the next when that has been answered whole."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._http = h11.Connection(h11.CLIENT)
+        self.is_used = False  # it has brought an answer before …
+        self.is_silent = True  # … and nothing yet of the one that was asked for last
+
+    @property
+    def is_open(self) -> bool:
+        """As far as is known here: a server may be about to end one that was idle."""
+        return not (self._reader.at_eof() or self._writer.is_closing())
+
+    async def send(self, head: h11.Request, body: bytes) -> None:
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self._writer.write(self._http.send(event) or b"")
+        await self._writer.drain()
+
+    async def data(self) -> AsyncIterator[tuple[float, bytes]]:
+        """What is answered, with the moment at which it came."""
+        came, refused = 0.0, b""
+        status = 200
+        while True:
+            event = self._http.next_event()
+            if event is h11.NEED_DATA:
+                received = await self._reader.read(1 << 16)
+                came = time.perf_counter()
+                self.is_silent = self.is_silent and not received
+                self._http.receive_data(received)
+            elif isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data):
+                if status == 200:
+                    yield came, bytes(event.data)
+                else:
+                    refused += event.data
+            else:
+                break
+        if status != 200:
+            raise LoadFailed(f"status {status}: {refused[:300].decode(errors='replace')}")
+        if not isinstance(event, h11.EndOfMessage):
+            raise LoadFailed("the server hung up amid an answer")
+
+    def can_go_on(self) -> bool:
+        """Whether it takes another request; the server may have said that this was the last."""
+        if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
+            return False
+        self._http.start_next_cycle()
+        self.is_used = self.is_silent = True
+        return True
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 class LoadClient:
-    """Asks one server; a connection for every request."""
+    """Asks one server. All that is asked before `close` runs on one event loop."""
 
     def __init__(
         self,
@@ -139,6 +196,7 @@ class LoadClient:
         self._body |= {"model": model} if model else {}
         self._body |= {"return_token_ids": True} if token_ids else {}
         self._body |= fields or {}
+        self._kept = list[_Connection]()  # open, without a request
 
     def question(self, prompt: list[int], tokens: int) -> Question:
         return Question(prompt, json.dumps({**self._body, "prompt": prompt, "max_tokens": tokens}).encode())
@@ -159,24 +217,43 @@ class LoadClient:
             begun()  # it never will
         return answer
 
+    def close(self) -> None:
+        for connection in self._kept:
+            connection.close()
+        self._kept.clear()
+
     async def _ask(self, answer: ServedAnswer, body: bytes, begun: Begun | None) -> None:
+        while True:
+            connection = await self._connect()
+            try:
+                answer.sent = time.perf_counter()
+                await connection.send(self._head(len(body)), body)
+                async for came, event in _events(connection.data()):
+                    waiting = not answer.arrivals
+                    _take(answer, event, came)
+                    if waiting and answer.arrivals and begun is not None:
+                        begun()
+            except BaseException as error:
+                connection.close()
+                # The server ended it for being idle, just as it was used again.
+                if isinstance(error, OSError | h11.ProtocolError) and connection.is_used and connection.is_silent:
+                    continue
+                raise
+            if connection.can_go_on():
+                self._kept.append(connection)
+            else:
+                connection.close()
+            return
+
+    async def _connect(self) -> _Connection:
+        while self._kept:
+            connection = self._kept.pop()
+            if connection.is_open:
+                return connection
+            connection.close()
         secure = ssl.create_default_context() if self._url.scheme == "https" else None
         port = self._url.port or (443 if secure else 80)
-        reader, writer = await asyncio.open_connection(self._url.hostname, port, ssl=secure)
-        try:
-            connection = h11.Connection(h11.CLIENT)
-            answer.sent = time.perf_counter()
-            writer.write(connection.send(self._head(len(body))) or b"")
-            writer.write(connection.send(h11.Data(data=body)) or b"")
-            writer.write(connection.send(h11.EndOfMessage()) or b"")
-            await writer.drain()
-            async for came, event in _events(reader, connection):
-                waiting = not answer.arrivals
-                _take(answer, event, came)
-                if waiting and answer.arrivals and begun is not None:
-                    begun()
-        finally:
-            writer.close()
+        return _Connection(*await asyncio.open_connection(self._url.hostname, port, ssl=secure))
 
     def _head(self, size: int) -> h11.Request:
         headers = {"host": self._url.netloc, "content-type": "application/json", "content-length": str(size)}
@@ -193,39 +270,15 @@ def _parts_of(url: str) -> SplitResult:
     return parts._replace(path=path if path.endswith("/v1") else f"{path}/v1")
 
 
-async def _events(reader: asyncio.StreamReader, connection: h11.Connection) -> AsyncIterator[tuple[float, Any]]:
+async def _events(data: AsyncIterator[tuple[float, bytes]]) -> AsyncIterator[tuple[float, Any]]:
     """Every event of a stream with the moment at which its last byte came."""
     line = b""
-    async for came, data in _data(reader, connection):
-        *lines, line = (line + data).split(b"\n")
+    async for came, received in data:
+        *lines, line = (line + received).split(b"\n")
         for each in lines:
             found = each.strip().removeprefix(b"data:").strip()
             if found.startswith(b"{"):
                 yield came, json.loads(found)
-
-
-async def _data(reader: asyncio.StreamReader, connection: h11.Connection) -> AsyncIterator[tuple[float, bytes]]:
-    came, refused = 0.0, b""
-    status = 200
-    while True:
-        event = connection.next_event()
-        if event is h11.NEED_DATA:
-            received = await reader.read(1 << 16)
-            came = time.perf_counter()
-            connection.receive_data(received)
-        elif isinstance(event, h11.Response):
-            status = event.status_code
-        elif isinstance(event, h11.Data):
-            if status == 200:
-                yield came, bytes(event.data)
-            else:
-                refused += event.data
-        else:
-            break
-    if status != 200:
-        raise LoadFailed(f"status {status}: {refused[:300].decode(errors='replace')}")
-    if not isinstance(event, h11.EndOfMessage):
-        raise LoadFailed("the server hung up amid an answer")
 
 
 def _take(answer: ServedAnswer, event: dict[str, Any], came: float) -> None:
@@ -252,9 +305,12 @@ def _take(answer: ServedAnswer, event: dict[str, Any], came: float) -> None:
 async def run_load(client: LoadClient, load: Load) -> list[ServedAnswer]:
     """Everything that the load asks for: length by length, then all of it again."""
     answers = list[ServedAnswer]()
-    for time_sent in range(load.again + 1):
-        for length in load.prompts:
-            answers += await _run_length(client, load, length, time_sent)
+    try:
+        for time_sent in range(load.again + 1):
+            for length in load.prompts:
+                answers += await _run_length(client, load, length, time_sent)
+    finally:
+        client.close()
     return answers
 
 

@@ -105,7 +105,7 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise BadConfig(f"--port {port}: a port is a number up to 65535, or 0 for any that is free")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
