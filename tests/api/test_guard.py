@@ -10,12 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
 from support.wire import read_message
 
 from rekindle.api import Guard
 from rekindle.api.bodies import SMALL
+from rekindle.api.connections import IDLE_SECONDS
 from rekindle.api.dialects.openai_chat import ChatBody
 from rekindle.api.dialects.openai_completions import CompletionBody
 from rekindle.api.keys import ApiKeys, Client
@@ -341,6 +344,11 @@ def test_an_answer_under_way_outlasts_the_time_for_headers(fresh_house):
             if waits == 5:  # half a second after the headers
                 return
     pytest.fail("the stream was cut")
+
+
+def test_clients_give_up_an_idle_connection_before_the_server_does():
+    kept = [httpx.Limits(), openai.DEFAULT_CONNECTION_LIMITS, anthropic.DEFAULT_CONNECTION_LIMITS]
+    assert all(limits.keepalive_expiry < IDLE_SECONDS for limits in kept)
 
 
 def test_connections_beyond_the_bound_are_told_so_and_closed(fresh_house):

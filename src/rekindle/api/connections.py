@@ -22,6 +22,9 @@ LINGER_SECONDS = 1.0  # for the rest of a body whose answer has been given
 LINGER_BYTES = 1 << 20  # of that rest
 LINGER_CHUNKS = 64 << 10  # bytes of it where it may come in chunks
 UNREAD_SECONDS = 60.0
+# Between two requests of a connection. Clients keep theirs for 4 (undici), 5 (httpx) or 15 seconds (aiohttp) and should
+# give up first: who sends just as the server hangs up has lost a request.
+IDLE_SECONDS = 20
 
 
 def guarded_protocol(most: int, header_seconds: float, unread_seconds: float = UNREAD_SECONDS) -> type[H11Protocol]:

@@ -22,7 +22,7 @@ from rich.markup import escape
 from starlette.concurrency import run_in_threadpool
 
 from rekindle.api import ApiKeys, Guard, ModelHost, create_app
-from rekindle.api.connections import guarded_protocol
+from rekindle.api.connections import IDLE_SECONDS, guarded_protocol
 from rekindle.api.request_log import write_line
 from rekindle.api.traces import Traces
 from rekindle.build import Preset, TextOptions, check_drafter, make_sources, own_cache_folder, read_presets, shared_ram
@@ -251,7 +251,14 @@ def serve(
         gc.freeze()
         address, port = listener.getsockname()[:2]
         greet = partial(_greet, served, address, port, guard.keys is not None)
-        settings = uvicorn.Config(app, log_level="warning", http=protocol, ws="none", server_header=False)
+        settings = uvicorn.Config(
+            app,
+            log_level="warning",
+            http=protocol,
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=IDLE_SECONDS,
+        )
         Server(settings, served, config.cache_dir is not None, drain, greet).run(sockets=[listener])
     finally:
         served.stop()
