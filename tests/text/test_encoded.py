@@ -9,9 +9,17 @@ import pytest
 
 from rekindle.api.model_text import ModelText
 from rekindle.text import ChatTemplate, Tokenizer, TooManyTokens, TurnMemory
-from rekindle.text.encoded import LEAST, EncodedTexts
+from rekindle.text.encoded import LONG, EncodedTexts
 
-TEXTS = ["", "a word", "x" * LEAST, "one two three. " * 200, "Grüße, 世界 🎉\n" * 50, "\ud83d half " * 60]
+TEXTS = [
+    "",
+    "a word",
+    "x" * (LONG - 1),
+    "x" * LONG,
+    "one two three. " * 200,
+    "Grüße, 世界 🎉\n" * 50,
+    "\ud83d half " * 60,
+]
 
 
 class CountingTokenizer:
@@ -51,7 +59,7 @@ def test_a_next_turn_encodes_only_what_is_new(golden_metadata: dict[str, Any], g
     counting.texts.clear()
     new = [{"role": "assistant", "content": "A thing."}, {"role": "user", "content": "And this? " * 40}]
     prompt = text.render([*first, *new], None, True)
-    assert [each for each in counting.texts if len(each) >= LEAST] == ["user\n" + "And this? " * 39 + "And this?"]
+    assert counting.texts == ["assistant\nA thing.", "user\n" + "And this? " * 39 + "And this?"]
     cold = ModelText(golden, ChatTemplate.from_gguf(golden_metadata, golden))
     assert prompt == cold.render([*first, *new], None, True)
 
@@ -75,11 +83,13 @@ def test_a_name_space_finds_nothing_of_another(golden_metadata: dict[str, Any], 
     for space in memories:
         counting.texts.clear()
         text.render(messages, None, True, space)
-        assert any(len(each) >= LEAST for each in counting.texts)
+        assert any(len(each) < LONG for each in counting.texts)
+        assert any(len(each) >= LONG for each in counting.texts)
 
 
 def test_encoded_texts_stay_in_their_budget(golden: Tokenizer) -> None:
     texts = EncodedTexts(20_000)
     for number in range(50):
-        texts.encode(f"{number} and so on. " * 100, golden)
-        assert texts.size <= 20_000
+        for times in (1, 100):
+            texts.encode(f"{number} and so on. " * times, golden)
+            assert 0 < texts.size <= 20_000

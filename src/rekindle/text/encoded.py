@@ -1,8 +1,8 @@
 """Texts that were encoded before.
 
 An agent sends its whole history with every turn, and to encode it again would take longer than all else that is done
-before the device gets the few new tokens: 50 ms for 100 KB. Texts are known by their hash, so that what is kept of them
-is their tokens only.
+before the device gets the few new tokens: 50 ms for 100 KB. Long texts are known by their hash, so that what is kept of
+them is their tokens only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rekindle.text.lru import Lru
 from rekindle.text.pieces import UNLIMITED, TooManyTokens
 from rekindle.text.tokenizer import Tokenizer
 
-LEAST = 128  # characters: to encode a shorter text takes no longer than to find it here
+LONG = 128  # characters from which a text is known by its hash
 OVERHEAD = 200  # bytes of bookkeeping per text, roughly
 
 
@@ -35,7 +35,7 @@ class EncodedTexts:
     def __init__(self, budget: int) -> None:
         """budget: bytes."""
         self._lock = threading.Lock()
-        self._texts: Lru[bytes, _Encoded] = Lru(budget)
+        self._texts: Lru[bytes | str, _Encoded] = Lru(budget)
 
     @property
     def size(self) -> int:
@@ -45,8 +45,6 @@ class EncodedTexts:
 
     def encode(self, text: str, tokenizer: Tokenizer, limit: int = UNLIMITED) -> Sequence[int]:
         """As the tokenizer does it."""
-        if len(text) < LEAST:
-            return tokenizer.encode(text, limit)
         name = _name(text)
         known = self._known(name, limit)
         return self._keep(name, tokenizer.encode(text, limit)).ids if known is None else known.ids
@@ -55,8 +53,6 @@ class EncodedTexts:
         self, text: str, tokenizer: Tokenizer, limit: int = UNLIMITED
     ) -> tuple[Sequence[int], Sequence[int]]:
         """As the tokenizer does it."""
-        if len(text) < LEAST:
-            return tokenizer.encode_with_ends(text, limit)
         name = _name(text)
         known = self._known(name, limit)
         if known is None or known.ends is None:
@@ -64,21 +60,21 @@ class EncodedTexts:
         assert known.ends is not None
         return known.ids, known.ends
 
-    def _known(self, name: bytes, limit: int) -> _Encoded | None:
+    def _known(self, name: bytes | str, limit: int) -> _Encoded | None:
         with self._lock:
             known = self._texts.get(name)
         if known is not None and len(known.ids) > limit:
             raise TooManyTokens(limit)
         return known
 
-    def _keep(self, name: bytes, ids: Sequence[int], ends: Sequence[int] | None = None) -> _Encoded:
+    def _keep(self, name: bytes | str, ids: Sequence[int], ends: Sequence[int] | None = None) -> _Encoded:
         encoded = _Encoded(array("i", ids), None if ends is None else array("i", ends))
         items = len(ids) * (1 if ends is None else 2)
         with self._lock:
-            self._texts.put(name, encoded, items * encoded.ids.itemsize + OVERHEAD)
+            self._texts.put(name, encoded, items * encoded.ids.itemsize + len(name) + OVERHEAD)
         return encoded
 
 
-def _name(text: str) -> bytes:
+def _name(text: str) -> bytes | str:
     """A text may hold halves of surrogate pairs, which the tokenizer mends."""
-    return blake3(text.encode("utf-8", "surrogatepass")).digest(16)
+    return text if len(text) < LONG else blake3(text.encode("utf-8", "surrogatepass")).digest(16)

@@ -69,22 +69,25 @@ def private_codes(strings: Iterable[str]) -> set[int]:
     """Private-use characters in the strings, in either spelling."""
     codes: set[int] = set()
     for text in strings:
-        codes.update(map(ord, _PRIVATE_CHARACTER.findall(text)))
-        codes.update(int(digits, 16) for digits in _PRIVATE_ESCAPE.findall(text))
+        if not text.isascii():  # which a string knows of itself: hardly any is searched
+            codes.update(map(ord, _PRIVATE_CHARACTER.findall(text)))
+        if "\\" in text:
+            codes.update(int(digits, 16) for digits in _PRIVATE_ESCAPE.findall(text))
     return codes
 
 
 def strings_of(value: Any) -> Iterator[str]:
-    """Every string anywhere in plain data, keys too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from strings_of(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from strings_of(item)
+    """Every string anywhere in plain data, keys too, in no order."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, dict):
+            left += each
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
 
 
 MAX_DEPTH = 64  # levels of lists and objects in what clients send; JSON schemas of tools have a dozen

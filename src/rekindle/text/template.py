@@ -205,8 +205,8 @@ class ChatTemplate:
 
     def _stretches(self, text: str, sentinels: Sentinels) -> list[_Stretch]:
         """Special tokens in the rendered text are real: none can be read out of a client's string."""
-        split = self._tokenizer.split_special(text)
-        return [_Stretch(*_take_out(plain_text, sentinels), special) for plain_text, special in split]
+        split, pattern = self._tokenizer.split_special(text), sentinels.pattern()
+        return [_Stretch(*_take_out(plain_text, pattern, sentinels), special) for plain_text, special in split]
 
     def _assemble(
         self,
@@ -416,10 +416,10 @@ class _Assembly:
     dated: list[int]  # of the line with a date in the system prompt: at most one
 
 
-def _take_out(text: str, sentinels: Sentinels) -> tuple[str, list[tuple[int, str]]]:
-    """The text without sentinels, and where each of them stood in it."""
+def _take_out(text: str, pattern: re.Pattern[str], sentinels: Sentinels) -> tuple[str, list[tuple[int, str]]]:
+    """The text without sentinels, which the pattern finds, and where each of them stood in it."""
     kept, found, start, length = [], [], 0, 0
-    for match in sentinels.pattern().finditer(text):
+    for match in pattern.finditer(text):
         kept.append(text[start : match.start()])
         length += match.start() - start
         found.append((length, sentinels.meaning(match.group())))
