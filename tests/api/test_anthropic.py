@@ -169,6 +169,15 @@ def test_the_reason_of_the_end_is_true(house: House) -> None:
         assert (call.type, call.name, call.input) == ("tool_use", "weather", {"city": "Rome"})
 
 
+def test_half_a_character_in_a_call_costs_none_of_its_arguments(house: House) -> None:
+    """Models cut text in the middle of an emoji, too."""
+    half = '<tool_call>{"name": "weather", "arguments": {"city": "Rome \\ud83d", "days": 3}}</tool_call>'
+    (call,) = ask(house, f"say({half})", tools=TOOLS).content
+    assert call.input == {"city": "Rome \ufffd", "days": 3}
+    (call,) = ask(house, f"say({half})", tools=TOOLS, max_tokens=half.index(', "days') + 10).content
+    assert call.input == {"city": "Rome \ufffd"}
+
+
 def test_every_kind_of_block_finds_its_place(house: House) -> None:
     document = {
         "type": "document",

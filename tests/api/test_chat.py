@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rekindle.api import app
 from rekindle.api.cards import CAUTIOUS
 
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say(Hé 🙂!)"}]
@@ -306,3 +307,19 @@ def test_ignore_eos_and_own_stop_tokens_reach_the_engine(house):
     body = {"messages": [{"role": "user", "content": "say(ab)"}], "ignore_eos": True, "max_tokens": 4}
     choice = httpx.post(house.url + "/v1/chat/completions", json=body).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("ab", "length")
+
+
+def test_the_token_loop_passes_before_a_request_is_read(house, monkeypatch):
+    order, parsed = [], app._parsed
+
+    async def passing():
+        order.append("pass")
+
+    async def reading(*arguments):
+        order.append("read")
+        return await parsed(*arguments)
+
+    monkeypatch.setattr(app, "let_pass", passing)
+    monkeypatch.setattr(app, "_parsed", reading)
+    assert httpx.post(house.url + "/v1/chat/completions", json={"messages": ASK}).status_code == 200
+    assert order == ["pass", "read"]

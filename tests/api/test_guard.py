@@ -23,8 +23,9 @@ from rekindle.api.dialects.openai_chat import ChatBody
 from rekindle.api.dialects.openai_completions import CompletionBody
 from rekindle.api.keys import ApiKeys, Client
 from rekindle.api.limits import Meters
-from rekindle.api.parsing import MAX_BRACKETS, MAX_MESSAGES, mend_surrogates, parse
+from rekindle.api.parsing import MAX_BRACKETS, MAX_MESSAGES, parse
 from rekindle.errors import BadConfig, BadRequest
+from rekindle.text.parsing.jsonish import mend_surrogates
 
 JSON = {"content-type": "application/json"}
 BIG = (2**31, 2**32, 2**63, 2**64, 10**30)

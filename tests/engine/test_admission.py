@@ -16,6 +16,7 @@ from rekindle.engine.engine import AT_FIRST, Engine, EngineSettings
 from rekindle.engine.flight import Flight
 from rekindle.engine.state import Loading
 from rekindle.engine.to_host import DrawnTokens
+from rekindle.engine.twins import Twins
 from rekindle.engine.types import Failed, FinishReason, Started, Token
 from rekindle.errors import PoolFull, PromptTooLong
 from rekindle.prefix import PrefixCache, local_tiers
@@ -289,6 +290,64 @@ def test_nobody_waits_for_a_first_token_behind_a_second_chunk(
     engine.stop()
 
 
+def test_who_leaves_while_a_long_chunk_runs_gets_no_slot(lab: Lab, long_chunks: list[bool]) -> None:
+    engine, later = gpu_like(lab), list[Answer]()
+
+    def come() -> None:
+        later.append(Answer(engine, Prompt(random_tokens(20, 7))))
+        engine.cancel(later[0].id)
+        later.append(Answer(engine, Prompt(random_tokens(20, 9))))
+
+    diary = Diary(engine, {1: come}, at_open={2: over(long_chunks)})
+    assert Answer(engine, Prompt(random_tokens(60, 8)), max_tokens=0).finished.reason is FinishReason.LENGTH
+    assert [answer.finished.reason for answer in later] == [FinishReason.CANCELLED, FinishReason.LENGTH]
+    assert diary.done.count("open") == 2
+    engine.stop()
+
+
+@pytest.mark.parametrize("amid", range(8, 14))
+def test_stages_that_cannot_say_whether_a_step_is_over_keep_nobody_out_for_it(
+    lab: Lab, amid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short prompt comes amid three long ones, whose chunks take no more along."""
+    monkeypatch.setattr("rekindle.engine.scheduler.SHARED", 32)
+    whole = lab._oracle.span.stop
+    stages = [lab.stage(span, slots=8, pages=300) for span in (Span(0, whole // 2), Span(whole // 2, whole))]
+    settings = EngineSettings(context=4096, grid=64, async_steps=0, max_gap=1.0)
+    engine = Engine(Pipeline(stages), PrefixCache(local_tiers(1 << 28)), settings).start()
+    short = list[Answer]()
+
+    def comes() -> None:
+        short.append(Answer(engine, Prompt(random_tokens(70, 2)), max_tokens=1))
+        diary.done.append("comes")
+
+    diary = Diary(engine, {amid: comes})
+    with arriving_together(engine):
+        longs = [Answer(engine, Prompt(random_tokens(1500, 100 + n)), max_tokens=1) for n in range(3)]
+    assert all(answer.finished.reason is FinishReason.LENGTH for answer in (*longs, *short))
+    engine.stop()
+    came = diary.done.index("comes")
+    assert diary.done[came : diary.done.index("open", came)].count("collect") <= 1
+
+
+def test_for_whom_there_is_no_slot_nobody_looks_for_twins(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every step it would take longer, the longer the line is."""
+    asked, is_ahead_of = list[int](), Twins.is_ahead_of
+
+    def noted(twins: Twins, sequence: Any) -> bool:
+        asked.append(twins._roster.slots_left)
+        return is_ahead_of(twins, sequence)
+
+    monkeypatch.setattr(Twins, "is_ahead_of", noted)
+    monkeypatch.setattr("rekindle.engine.scheduler.SHARED", 32)
+    engine = gpu_like(lab, slots=2)
+    with arriving_together(engine):
+        answers = [Answer(engine, Prompt(random_tokens(150, seed)), max_tokens=3) for seed in range(8)]
+    assert all(answer.finished.reason is FinishReason.LENGTH for answer in answers)
+    engine.stop()
+    assert asked and all(asked)
+
+
 def test_an_engine_that_stops_waits_for_no_long_chunk(lab: Lab, long_chunks: list[bool]) -> None:
     engine, launched = gpu_like(lab), threading.Event()
     Diary(engine, {1: launched.set})
@@ -298,15 +357,19 @@ def test_an_engine_that_stops_waits_for_no_long_chunk(lab: Lab, long_chunks: lis
     assert answer.finished.reason is FinishReason.CANCELLED
 
 
-def test_snapshots_of_those_who_come_in_later_are_read_before_the_first_step(lab: Lab, tmp_path: Path) -> None:
-    """As many as there are slots for; what RAM has is left alone, and nothing is read for scores of a prompt."""
+@pytest.mark.parametrize("read", [0, 2])
+def test_snapshots_of_those_who_come_in_later_are_read_before_the_first_step(
+    lab: Lab, tmp_path: Path, read: int
+) -> None:
+    """As many as there are slots for, behind those whose turn is first: what RAM has is left alone, and nothing is read
+    for scores of a prompt."""
     prompts = [Prompt(random_tokens(150, 50 + seed)) for seed in range(3)]
     before = lab.engine(tmp_path)
     expected = [Answer(before, prompt).tokens for prompt in prompts]
     before.stop()
 
     disk = DiskStore(tmp_path, "f" * 64, 1 << 30)
-    pipeline = Pipeline([lab.stage(slots=AT_FIRST + 2, pages=400)])
+    pipeline = Pipeline([lab.stage(slots=AT_FIRST + 2 + read, pages=400)])
     settings = EngineSettings(context=2048, grid=64)
     engine = Engine(pipeline, PrefixCache(local_tiers(1 << 28, disk)), settings).start()
     in_ram = Prompt(random_tokens(150, 60))
@@ -317,7 +380,7 @@ def test_snapshots_of_those_who_come_in_later_are_read_before_the_first_step(lab
 
     def launched(*step: Any) -> Any:
         if not at_first:
-            wait_until(lambda: len(asked) == 2)
+            wait_until(lambda: len(asked) == read)
             pinned = sum(entry.pins for entry in engine.prefixes.entries() if entry.position == 150)
             loading = sum(isinstance(sequence.state, Loading) for sequence in engine._roster.line)
             at_first.append((loading, pinned - len(asked), engine.prefixes.stats().lookups - looked_up))
@@ -332,9 +395,9 @@ def test_snapshots_of_those_who_come_in_later_are_read_before_the_first_step(lab
     assert [answer.tokens for answer in again[1:]] == expected
     assert [answer.finished.cache.restored for answer in again] == [150] * 4
     ((loading, pinned, lookups),) = at_first
-    assert loading == 2, "there are two slots left"
+    assert loading == read, "two of the slots that are left are others'"
     assert pinned <= 0, "what RAM has is looked up when its turn has come"
-    assert lookups <= AT_FIRST + 2, "those that came into slots, and the two that are read"
+    assert lookups <= AT_FIRST + read, "those that came into slots, and those that are read"
     engine.stop()
     assert_nothing_is_held(engine)
 

@@ -144,6 +144,9 @@ def test_two_prompts_part_where_the_first_is_not_published_yet(engine: Engine, m
     for seed in (114, 115):
         answer = Answer(engine, Prompt((*shared, *random_tokens(60, seed))))
         assert answer.finished.cache.restored == 0
+    on_its_way = engine._publisher.shared_length
+    assert on_its_way(np.array(shared), "") == 100
+    assert on_its_way(np.array(shared), "another") == 0, "whoever asks there has no use of it, and is told nothing"
     held.clear()
     third = Answer(engine, Prompt((*shared, *random_tokens(60, 116))))
     assert third.finished.cache.restored == 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +18,7 @@ from rekindle.engine.router import Router
 from rekindle.engine.types import Failed, Finished, FinishReason, Request, Sampling, Started
 from rekindle.errors import BadRequest, PromptTooLong, QueueFull, StageLost
 from rekindle.prefix import PrefixCache, local_tiers
-from rekindle.prompt import Boundary, BoundaryKind, Prompt
+from rekindle.prompt import Boundary, BoundaryKind, Prompt, common_length
 from rekindle.stages import Pipeline
 
 PATIENCE = 60
@@ -116,11 +116,13 @@ def test_a_conversation_returns_to_the_replica_that_holds_it(make_house: Callabl
 
 
 class PaperReplica:
-    """Ends an answer when it is told to, and publishes nothing."""
+    """Ends an answer when it is told to, and publishes nothing but what it is given."""
 
-    def __init__(self) -> None:
-        self.prefixes = SimpleNamespace(known_length=lambda tokens, namespace: 0)
+    def __init__(self, published: Sequence[int] = ()) -> None:
+        known = np.array(published, dtype=np.int32)
+        self.prefixes = SimpleNamespace(known_length=lambda tokens, _: common_length(tokens, known))
         self.requests: list[Request] = []
+        self.ended = 0
 
     def kept_length(self, tokens: Any, namespace: str) -> int:
         return 0
@@ -128,13 +130,18 @@ class PaperReplica:
     def submit(self, request: Request) -> None:
         self.requests.append(request)
 
+    def end(self, reason: FinishReason = FinishReason.STOP) -> None:
+        """The oldest answer that has not ended."""
+        ended = self.requests[self.ended]
+        self.ended += 1
+        ended.sink(Finished(reason, None, 130, 4, cast(Any, None), cast(Any, None)))
+
 
 def test_a_conversation_returns_while_its_snapshots_are_still_being_published() -> None:
     replicas = [PaperReplica(), PaperReplica()]
     router = Router(cast(Any, replicas))
     router.submit(request_of(talk(1)))
-    (asked,) = replicas[0].requests
-    asked.sink(Finished(FinishReason.STOP, None, 130, 4, cast(Any, None), cast(Any, None)))
+    replicas[0].end()
     for seed in (2, 3, 4):
         router.submit(replace(request_of(talk(seed)), id=f"{seed}"))
     assert [len(replica.requests) for replica in replicas] == [3, 1], "the first is the busier one now"
@@ -142,6 +149,35 @@ def test_a_conversation_returns_while_its_snapshots_are_still_being_published() 
     assert len(replicas[0].requests) == 4
     router.submit(replace(request_of([*talk(1), 8]), namespace="another"))
     assert len(replicas[1].requests) == 2, "what was run for one name space is no reason for another"
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["running", "just run"])
+def test_a_few_tokens_behind_what_all_replicas_know_are_no_reason_to_wait_for_a_busy_one(ends: bool) -> None:
+    """A published system prompt, and what the template writes behind it."""
+    system, template = talk(1, 128), [9, 8, 7]
+    replicas = [PaperReplica(system), PaperReplica(system)]
+    router = Router(cast(Any, replicas))
+    for number in range(6):
+        router.submit(replace(request_of([*system, *template, 50 + number]), id=f"{number}"))
+    assert [len(replica.requests) for replica in replicas] == [3, 3], "agents that come together share the replicas"
+    for _ in range(2 if ends else 1):
+        replicas[1].end()
+    if ends:
+        replicas[0].end()
+    router.submit(replace(request_of([*system, *template, 99, 1, 2]), id="new"))
+    assert [len(replica.requests) for replica in replicas] == [3, 4]
+
+
+def test_what_was_cancelled_draws_nobody() -> None:
+    """Perhaps nothing of it was computed."""
+    replicas = [PaperReplica(), PaperReplica()]
+    router = Router(cast(Any, replicas))
+    for seed in (1, 2, 3):
+        router.submit(replace(request_of(talk(seed)), id=f"{seed}"))
+    replicas[0].end(FinishReason.CANCELLED)
+    router.submit(replace(request_of(talk(4)), id="4"))
+    router.submit(replace(request_of(talk(1)), id="again"))
+    assert [len(replica.requests) for replica in replicas] == [3, 2], "the first runs two, the second one"
 
 
 def test_among_equals_the_less_busy_one_takes_it(make_house: Callable[..., House]) -> None:

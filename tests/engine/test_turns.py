@@ -23,6 +23,7 @@ from rekindle.engine.state import Decoding, InSlot, Prefilling
 from rekindle.engine.types import Request, Sampling
 from rekindle.prompt import Prompt
 from rekindle.stages import Pipeline
+from rekindle.stages.layout import SHARERS
 from rekindle.stages.types import StageOutput
 
 # The pace
@@ -175,6 +176,18 @@ def test_a_step_that_was_over_before_the_host_looked_lets_in_no_more_of_a_chunk(
     assert pace.sections(2048, 10) == 4, "but steps may have become longer, and the host be late each time"
 
 
+def test_of_a_chunk_that_was_over_before_the_host_looked_no_fewer_sections_are_let_in() -> None:
+    pace, alike = Pace(0.020, grid=2048), Pace(0.020, grid=2048)
+    for each, late in ((pace, 0.500), (alike, 0.068)):
+        each.note_step(0.003)
+        each.note_chunk(2048, 0.068)
+        each.note_chunk(2048, late, at_most=late > 0.1)
+    assert 2 * pace.sections(2048, 10) >= alike.sections(2048, 10) > 1
+    for _ in range(20):
+        pace.note_chunk(2048, 0.500, at_most=True)
+    assert pace.sections(2048, 10) == 1, "but chunks may have become longer"
+
+
 class Over:
     """An event of the device: whether it had passed before anybody waited."""
 
@@ -200,6 +213,15 @@ def test_a_host_that_comes_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         now[0] = looked
         collector._collect(flight)
     assert noted == [(0.003, False), (0.02, True), (0.003, False)]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_of_a_step_that_cannot_be_asked_nobody_believes_that_it_is_over(asked: bool) -> None:
+    """On a CPU, and on several stages before the last one has it."""
+    flight = Flight(Batch(()), (), Future())
+    assert flight.is_over is None
+    flight._passed = Over(asked)  # type: ignore[assignment]
+    assert flight.is_over is asked
 
 
 # Whose turn it is
@@ -235,6 +257,19 @@ def run(scheduler: Scheduler, decoding: list[Sequence], steps: int) -> list[list
             elif not owner.prefill_left:
                 scheduler.remove(owner)
     return seen
+
+
+def test_prompts_that_no_client_waits_for_make_no_crowd() -> None:
+    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048))
+    waiting = [sequence(slot, 40, Prefilling) for slot in range(max(SHARERS))]
+    for each in waiting:
+        scheduler.add(each)
+    assert scheduler.is_crowded and scheduler.takes_no_more
+    request = waiting[0].request
+    waiting[0].request = replace(request, background=True)
+    assert not (scheduler.is_crowded or scheduler.takes_no_more)
+    waiting[0].request, waiting[3].cancelled = request, True
+    assert not (scheduler.is_crowded or scheduler.takes_no_more)
 
 
 def test_chunks_and_rows_take_turns_and_are_never_in_one_batch() -> None:

@@ -7,7 +7,6 @@ them in the answer's `ignored_fields`.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
@@ -17,7 +16,7 @@ from rekindle.errors import BadRequest
 from rekindle.grammar.types import check_size
 from rekindle.prompt import TokenIds
 from rekindle.text import check_depth
-from rekindle.text.parsing.jsonish import loads
+from rekindle.text.parsing.jsonish import loads, mend_surrogates
 
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024
@@ -146,18 +145,6 @@ def _ids(data: bytes) -> TokenIds | None:
     except msgspec.DecodeError:
         return None
     return TokenIds(ids) if ids else None
-
-
-# An escaped surrogate, or a pair of them, after an even number of backslashes: after an odd number, the backslash of
-# `\u` is itself escaped.
-_SURROGATE = re.compile(rb"(?<!\\)((?:\\\\)*)\\u([dD][89abAB]..\\u[dD][c-fC-F]..|[dD][89a-fA-F]..)", re.DOTALL)
-
-
-def mend_surrogates(body: bytes) -> bytes:
-    """Halves of surrogate pairs become U+FFFD. Agents cut text in the middle of an emoji, and no tokenizer takes it."""
-    if b"\\" not in body or (b"\\ud" not in body and b"\\uD" not in body):  # one letter is found much faster than three
-        return body
-    return _SURROGATE.sub(lambda found: found[1] + rb"\ufffd" if len(found[2]) == 4 else found[0], body)
 
 
 def refuse(field: str, why: str) -> NoReturn:

@@ -59,8 +59,8 @@ class Admission:
             self._endings.fail([sequence], error)
 
     def ask_twins(self) -> None:
-        """Before a prompt is launched: where others in line part from it is a boundary."""
-        for sequence in tuple(self._roster.line):
+        """Before a prompt is launched: where others in line, that have slots, will part from it is a boundary."""
+        for sequence in tuple(self._roster.line)[: self._roster.slots_left]:
             if not isinstance(sequence.state, Loading):
                 self._twins.is_ahead_of(sequence)
 
@@ -76,16 +76,16 @@ class Admission:
         sequence that waits for a twin's prefix holds up its own name space only."""
         reserved, held_up, enough = 0, set[str](), None if most is None else len(self._roster.running) + most
         for sequence in tuple(self._roster.line):
+            if self._roster.slots_left == reserved:
+                return
             if len(self._roster.running) == enough:
-                if not self._twins.is_ahead_of(sequence) and self._roster.slots_left > reserved:
+                if not self._twins.is_ahead_of(sequence):
                     with self._endings.isolated(sequence):
                         self._restorer.read_ahead(sequence)
-                reserved += isinstance(sequence.state, Loading)
+                    reserved += 1  # read or not, it comes in before those behind it
                 continue
             if sequence.namespace in held_up:
                 continue
-            if self._roster.slots_left == reserved:
-                return
             if sequence.background and not self._roster.only_background_runs:
                 return
             if not isinstance(sequence.state, Loading):

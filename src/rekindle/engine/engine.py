@@ -275,14 +275,14 @@ class Engine:
     def _next_waits_for_results(self) -> bool:
         """Whether a chunk that takes no more prompts along could be launched once the oldest step, which is over, has
         been looked at. Nobody is kept out for it twice in a row: while long prompts come in it may always be so."""
-        return self._scheduler.takes_no_more and bool(self._flights) and self._flights[0].is_over
+        return self._scheduler.takes_no_more and bool(self._flights) and self._flights[0].is_over is True
 
     def _admit_beside_chunk(self) -> None:
         """While a long chunk is all that the device has, and nobody answers, requests that come get their slots. The
         next chunk is launched as soon as eight prompts share it, else when this one is over and before its results are
         looked at: the device would stand still meanwhile. But where it brings a first token, and no crowd waits, they
         come first: the second token would wait for a whole chunk."""
-        while (chunk := self._long_chunk) is not None and not chunk.is_over:
+        while (chunk := self._long_chunk) is not None and chunk.is_over is False:
             if not self._inbox.comes_within(BESIDE):
                 continue
             if not self._inbox.receive(idle=False):

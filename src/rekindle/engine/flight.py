@@ -129,9 +129,9 @@ class _Enqueued:
             self._passed.record(torch.cuda.current_stream(device))
 
     @property
-    def is_over(self) -> bool:
-        """Whether the device has run them, or there is nothing that could be asked."""
-        return self._passed is None or self._passed.query()
+    def is_over(self) -> bool | None:
+        """Whether the device has run them. None where it cannot be asked: on a CPU, and before all is enqueued."""
+        return None if self._passed is None else self._passed.query()
 
     def wait(self) -> bool:
         """Until the device has run them: else the host could enqueue all of a prompt, and a request that comes next

@@ -1,9 +1,9 @@
 """Requests are shared out among several replicas of a model.
 
 A request goes to the replica that knows the longest prefix of its prompt: published in its index, kept in one of its
-slots, being run by it right now, or just run, since snapshots are published a moment after the answer's end. Among
-equals the one that keeps it in a slot takes it, else the least busy one. If a replica loses a stage and cannot bring it
-back, its requests that have no token yet go to the others, and it is tried last for a while.
+slots, being run by it right now, or just run, since snapshots are published a moment after the answer's end. Of those
+that know as much but for a page, one that keeps it in a slot takes it, else the least busy one. If a replica loses a
+stage and cannot bring it back, its requests that have no token yet go to the others, and it is tried last for a while.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ import numpy as np
 
 from rekindle.engine.engine import Engine
 from rekindle.engine.sums import sum_of
-from rekindle.engine.types import EngineStatus, Event, Failed, Finished, PromptLogprobs, Request, Started, Token
+from rekindle.engine.types import (
+    EngineStatus,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    Started,
+    Token,
+)
 from rekindle.errors import BadRequest, RekindleError, StageLost
 from rekindle.prompt import Prompt, common_length
 from rekindle.spec import PAGE
@@ -88,19 +98,33 @@ class Router:
             just_run = [run for _, run in self._just_run]
             rests = [now - failed < REST for failed in self._failed_at]
 
-        def rank(index: int) -> tuple[bool, int, bool, int]:
+        def known_by(index: int) -> tuple[int, bool]:
+            """Tokens of the longest prefix, and whether a slot keeps it."""
             replica = self.replicas[index]
             shared = [
                 common_length(tokens, prompt)
-                for its, its_namespace, prompt in (*running, *just_run)
+                for its, its_namespace, prompt in running
                 if its == index and its_namespace == namespace
             ]
+            ended = [  # which leaves a snapshot at the end of its prompt, and perhaps nowhere else
+                len(prompt)
+                for its, its_namespace, prompt in just_run
+                if its == index and its_namespace == namespace and common_length(tokens, prompt) == len(prompt)
+            ]
             kept = replica.kept_length(tokens, namespace)
-            known = max([replica.prefixes.known_length(tokens, namespace), kept, *shared])
-            # A prefix that ends inside the first page is not worth waiting for, and only the longest is taken over.
-            keeps = kept == known >= PAGE
+            known = max([replica.prefixes.known_length(tokens, namespace), kept, *shared, *ended])
+            return known, kept == known
+
+        each = [known_by(index) for index in range(len(self.replicas))]
+        longest = max(known for known, _ in each)
+
+        def rank(index: int) -> tuple[bool, int, bool, int]:
+            # To compute less than a page more is not worth waiting for: some tokens behind a system prompt that all of
+            # them know are shared with whoever runs there. And only the longest is taken over.
+            known, keeps = each[index]
             load = sum(its == index for its, *_ in running)
-            return rests[index], -(known if known >= PAGE else 0), not keeps, load
+            lead = longest if longest - known < PAGE else known
+            return rests[index], -lead, not (keeps and known >= PAGE), load
 
         return sorted(range(len(self.replicas)), key=rank)
 
@@ -124,11 +148,11 @@ class Router:
                 return
         raise refusals[0]
 
-    def end(self, request: Request, finished: bool = False) -> None:
-        """It has had its last event, or was refused."""
+    def end(self, request: Request, whole: bool = False) -> None:
+        """It has had its last event, or was refused. whole: its prompt was computed, to the end."""
         with self._lock:
             run = self._running.pop(request.id, None)
-            if finished and run is not None:
+            if whole and run is not None:
                 self._just_run.append((time.monotonic(), run))
             self._routed.pop(request.id, None)
 
@@ -170,6 +194,6 @@ class _RoutedRequest:
                 return
             self._router.end(self.request)
         elif isinstance(event, Finished):
-            self._router.end(self.request, finished=True)
+            self._router.end(self.request, whole=event.reason is not FinishReason.CANCELLED)
         self.streamed |= isinstance(event, Token | PromptLogprobs)
         self.request.sink(event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
@@ -14,6 +15,9 @@ from rekindle.text.parsing.reader import Reader, Steps
 MOST_DEPTH = 64
 _NUMBER = frozenset("+-0123456789.eE")
 _WORDS = ("true", "false", "null")
+# An escaped surrogate, or a pair of them, after an even number of backslashes: after an odd number, the backslash of
+# `\u` is itself escaped.
+_SURROGATE = re.compile(rb"(?<!\\)((?:\\\\)*)\\u([dD][89abAB]..\\u[dD][c-fC-F]..|[dD][89a-fA-F]..)", re.DOTALL)
 
 
 class JsonScanner:
@@ -166,7 +170,15 @@ def sent_back(text: str) -> Any:
 
 def so_far(text: str, partial: Literal[True, "trailing-strings"] = True) -> Any:
     """What the beginning of a JSON value holds, with or without the string that it ends in. ValueError as `loads`."""
-    return loads(json.dumps(from_json(text, allow_partial=partial)))
+    data = mend_surrogates(text.encode("utf-8", "surrogatepass"))
+    return loads(json.dumps(from_json(data, allow_partial=partial)))
+
+
+def mend_surrogates(data: bytes) -> bytes:
+    """Halves of surrogate pairs become U+FFFD. Agents cut text in the middle of an emoji, and no tokenizer takes it."""
+    if b"\\" not in data or (b"\\ud" not in data and b"\\uD" not in data):  # one letter is found much faster than three
+        return data
+    return _SURROGATE.sub(lambda found: found[1] + rb"\ufffd" if len(found[2]) == 4 else found[0], data)
 
 
 def loads(text: str) -> Any:
