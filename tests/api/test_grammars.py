@@ -165,6 +165,11 @@ def test_json_mode_gives_an_object(client: TestClient) -> None:
     assert isinstance(json.loads(content["message"]["content"]), dict)
 
 
+def test_what_is_wrong_with_an_expression_is_said(client: TestClient) -> None:
+    refused = post(client, 400, structured_outputs={"regex": "[0-9"})["error"]["message"]
+    assert refused.endswith("regex parse error: unclosed character class")
+
+
 def test_thinking_comes_first_and_is_free(built: Built, client: TestClient) -> None:
     closing = built.model.tokenizer.id_of("</think>")
     answer = post(

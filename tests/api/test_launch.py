@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rekindle.api import ApiKeys
+from rekindle.api.settings import ModelFacts
 from rekindle.cli.commands import app
 from rekindle.errors import BadConfig
 
@@ -92,13 +93,22 @@ def test_the_key_of_the_server_goes_along(fresh_house: Any, noted: Path, monkeyp
     house = fresh_house(keys=ApiKeys.single("sesame-seed"))
     refused = launch("codex", "--url", house.url)
     assert isinstance(refused.exception, BadConfig)
-    assert "no server answers" in str(refused.exception)
-    assert "401" in str(refused.exception)
+    assert f"the server at {house.url} asks for a key: it is taken from REKINDLE_API_KEY" in str(refused.exception)
+    monkeypatch.setenv("REKINDLE_API_KEY", "sesame-oil")
+    assert "asks for a key: the one in REKINDLE_API_KEY is not" in str(launch("codex", "--url", house.url).exception)
     monkeypatch.setenv("REKINDLE_API_KEY", "sesame-seed")
     words, environment = started(noted, "codex", "--url", house.url)
     assert 'env_key="REKINDLE_API_KEY"' in " ".join(words)
     assert environment["REKINDLE_API_KEY"] == "sesame-seed"
     assert "sesame-seed" not in " ".join(words), "other users of the machine see a command line"
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", "{{ messages }}{{ tools }}"])
+def test_who_starts_an_agent_is_told_where_its_model_takes_no_tools(
+    fresh_house: Any, noted: Path, template: str
+) -> None:
+    house = fresh_house(facts=ModelFacts(template=template))
+    assert ("takes no tools" in launch("claude", "--url", house.url).stderr) == ("tools" not in template)
 
 
 def test_print_shows_the_settings_and_starts_nothing(house: Any, noted: Path) -> None:

@@ -11,6 +11,7 @@ from rekindle.bench.speed import decode_speed
 from rekindle.bench.synth import write_synthetic
 from rekindle.bench.traffic import bytes_per_token, chosen_share, weight_bytes
 from rekindle.cli.commands import app
+from rekindle.kernels import native
 from rekindle.weights import open_weights
 
 
@@ -55,3 +56,4 @@ def test_bench_of_a_model_needs_no_subcommand_and_synth_is_one(tmp_path: Path) -
     assert run.exit_code == 0, run.output
     assert "bytes/token" in run.output
     assert "aten::" in run.output, "the operations are named"
+    assert ("native::multiply_all" in run.output) == (native.library() is not None), "our own kernels too"

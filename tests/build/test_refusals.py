@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from rekindle.bench.synth import write_synthetic
 from rekindle.build import build_engine, make_machine, open_model
 from rekindle.cli.commands import app
 from rekindle.cli.generate import split_arguments
 from rekindle.cli.server import listen
 from rekindle.config import Config, parse_shards
-from rekindle.errors import BadConfig
+from rekindle.errors import BadConfig, BadModelFile
 
 
 def test_a_port_that_no_machine_has_is_refused() -> None:
@@ -154,3 +155,28 @@ def test_a_single_argument_that_is_no_file_is_the_prompt_as_it_was_written(promp
     assert split_arguments(prompt, None) == (None, prompt)
     assert split_arguments("nosuch.gguf", prompt) == (Path("nosuch.gguf"), prompt)
     assert split_arguments(None, None) == (None, None)
+
+
+@pytest.mark.parametrize("options", [["--temperature", "-1"], ["--top-p", "3"], ["--top-k", "-2"], ["--seed", "-1"]])
+def test_draws_that_no_request_could_ask_for_are_refused(options: list[str]) -> None:
+    ended = CliRunner().invoke(app, ["generate", "hello", *options])
+    assert ended.exit_code == 2
+    assert f"Invalid value for '{options[0]}'" in ended.output
+
+
+def test_a_bench_of_nothing_that_fits_says_so(tmp_path: Path) -> None:
+    path = write_synthetic(tmp_path / "tiny.gguf", "tiny")
+    bench = ["bench", str(path), "--context", "512", "--answer", "8", "--repeats", "1"]
+    ended = CliRunner().invoke(app, [*bench, "--prompt", "600"])
+    assert isinstance(ended.exception, BadConfig)
+    assert str(ended.exception) == "--prompt 600 tokens and an answer of 8, the context holds 512"
+    ended = CliRunner().invoke(app, [*bench, "--prompt", "600", "--prompt", "16", "--batch", "1"])
+    assert ended.exit_code == 0
+    assert "left out: a prompt of 600 tokens and an answer of 8, the context holds 512" in ended.stderr
+
+
+def test_a_drafters_folder_is_no_model_and_the_error_says_where_it_belongs(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(BadModelFile, match="names no architecture: it is no model, or a drafter's, which goes with"):
+        open_model(tmp_path)

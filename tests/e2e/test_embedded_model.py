@@ -45,6 +45,13 @@ def test_chat_answers_a_question(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+def test_who_asks_on_the_page_without_a_word_on_sampling_gets_the_answer_too(server: Any) -> None:
+    for _ in range(3):  # drawn as its publisher says it would be lost two times of three
+        body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 24}
+        answer = server.post("/v1/chat/completions", body).json()
+        assert "Paris" in answer["choices"][0]["message"]["content"]
+
+
 @pytest.mark.parametrize("place", ["greeting", "README"])
 def test_the_first_curl_that_is_offered_asks_for_a_short_answer(place: str, server: Any) -> None:
     """Without a limit a small model may go on for minutes, and a newcomer takes that for a server that hangs."""

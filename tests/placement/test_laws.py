@@ -418,3 +418,6 @@ def test_on_a_cpu_every_expert_is_hot() -> None:
     assert plan.cold == 0
     assert plan.stage(0).bytes_of("hot experts") == sizes.expert_bytes
     assert not any("weights become" in reason for reason in plan.reasons), "they stay as they are"
+    bounded = make_plan(Machine((cpu(1 << 30),), 1 << 31), spec, sizes, Wishes(4096, pool=1024))
+    assert not any("more experts hot" in reason for reason in bounded.reasons), "no pool makes them so"
+    assert any("pool of 1,024 tokens, as asked; full KV would take" in reason for reason in bounded.reasons)

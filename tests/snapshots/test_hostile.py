@@ -560,6 +560,8 @@ def honest(store: DiskStore, folder: Path) -> list[tuple[tarfile.TarInfo, bytes]
         member("\x1b[31mred", b"x"),
         member(f"manifests/{'a' * 32}.json", b"{}"),
         member(f"manifests/{'a' * 32}.json", b"[" * 100_000),
+        member("about.json", b'{"x": "' + b"y" * 100_000 + b'"}'),
+        member("about.json/../x", b"{}"),
         member(f"objects/{'a' * 32}", pax_headers={"comment": "x" * 100_000}),
         member(f"objects/{'a' * 32}", pax_headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}),
         member(f"objects/{'a' * 32}", pax_headers={"size": "-1"}),

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 from support.paper_snapshots import FINGERPRINT, PaperModel, same
 
-from rekindle.cli.cache import list_command
+from rekindle.cli.cache import list_command, prune_command
 from rekindle.config import show_bytes
 from rekindle.errors import BadConfig, BadSnapshotFile
 from rekindle.prompt import BoundaryKind
-from rekindle.snapshots import tools
+from rekindle.snapshots import about, tools
 from rekindle.snapshots.about import About, describe, read_about, strangers
 from rekindle.snapshots.disk import DiskStore
 
@@ -92,6 +93,24 @@ def test_prune_leaves_no_more_than_asked(directory: Path) -> None:
     assert tools.prune_snapshots(directory, 0).left == 0
 
 
+def test_prune_with_nothing_to_do_needs_no_folder_that_it_may_change(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = DiskStore(directory, FINGERPRINT, 1 << 30)
+    prune_command("1GiB", directory)
+    assert "0 snapshots removed, 0 B freed" in capsys.readouterr().out
+    server.close()
+
+
+def test_prune_that_leaves_more_than_was_asked_fails(directory: Path) -> None:
+    server = DiskStore(directory, "e" * 64, 1 << 30)
+    server.save(PaperModel().snapshot(tokens(70)))
+    with pytest.raises(typer.Exit) as ended:
+        prune_command("1KiB", directory)
+    assert ended.value.exit_code == 1
+    server.close()
+
+
 def test_prune_makes_room_beside_a_server_that_uses_another_folder(directory: Path) -> None:
     server, model = DiskStore(directory, "e" * 64, 1 << 30), PaperModel()
     server.save(model.snapshot(tokens(70)))
@@ -110,6 +129,22 @@ def test_an_exported_chain_imports_elsewhere_bit_for_bit(directory: Path, tmp_pa
     for id, n in zip(exported, LENGTHS, strict=True):
         assert same(store.load(id), model.snapshot(tokens(n)))
     store.close()
+
+
+def test_what_snapshots_were_made_for_travels_with_them_and_replaces_nothing(directory: Path, tmp_path: Path) -> None:
+    store = DiskStore(directory, FINGERPRINT, 1 << 30)
+    about.describe(store, {"model": "paper"})
+    folder = store.folder.name
+    store.close()
+    tools.export_chain(directory, longest(directory), tmp_path / "chain.tar")
+    for there in ("new", "known"):
+        if there == "known":
+            store = DiskStore(tmp_path / there, FINGERPRINT, 1 << 30)
+            about.describe(store, {"model": "as it is called here"})
+            store.close()
+        tools.import_chain(tmp_path / there, tmp_path / "chain.tar")
+    assert about.read_about(tmp_path / "new" / folder) == {"model": "paper"}
+    assert about.read_about(tmp_path / "known" / folder) == {"model": "as it is called here"}
 
 
 @pytest.mark.parametrize("damage", ["flip", "missing", "stranger", "garbage"])
@@ -179,7 +214,7 @@ def test_a_list_reads_the_word_left_in_a_folder_once(tmp_path: Path, monkeypatch
     for fingerprint in ("1" * 64, "2" * 64):
         fill(tmp_path, fingerprint, {"model": fingerprint[0]}, 3)
     read: list[Path] = []
-    monkeypatch.setattr(tools, "read_about", lambda folder: read.append(folder) or read_about(folder))
+    monkeypatch.setattr(about, "read_about", lambda folder: read.append(folder) or read_about(folder))
     assert sorted(info.about["model"] for info in tools.list_snapshots(tmp_path)) == ["1"] * 3 + ["2"] * 3
     assert len(read) == 2
 

@@ -14,7 +14,7 @@ from support.tiny_files import FILES, write_tied
 
 from rekindle.batch import Batch, Segment, Wanted
 from rekindle.kernels import native
-from rekindle.kernels.native.program import Arena, Tape
+from rekindle.kernels.native.program import Arena, Tape, timing_kernels
 from rekindle.kernels.norm import add, rms_norm
 from rekindle.layers import load_span
 from rekindle.layers.embedding import DeviceEmbedding, HostEmbedding, load_embedding
@@ -74,6 +74,22 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_not_recorded(make_tiny: Any
         at[1] += 1
     assert all(torch.equal(a, b) for a, b in zip(*map(states, both), strict=True))
     assert [stage.work()["step:recorded"] for stage in both] == [14, 0]
+
+
+def test_a_step_whose_kernels_are_timed_has_the_same_bits_and_names_each(make_tiny: Any) -> None:
+    both = pair(make_tiny, "moe")
+    run_both(both, block(0, LENGTHS[0], 1))
+    program = both[0]._cpu_steps
+    with timing_kernels() as times:
+        both[0].forward(Batch((block(0, LENGTHS[0] + 1, 1),)), None)
+        recorded = {name: len(each) for name, each in times.items()}
+        times.clear()
+        both[1].forward(Batch((block(0, LENGTHS[0] + 1, 1),)), None)
+        assert recorded == {name: len(each) for name, each in times.items()}
+    assert program is not None and {"multiply_all", "moe", "delta_run", "attention_run"} <= recorded.keys()
+    run_both(both, block(0, LENGTHS[0] + 2, 1))
+    assert all(torch.equal(a, b) for a, b in zip(*map(states, both), strict=True))
+    assert not times.keys() - recorded.keys() and both[0].work()["step:recorded"] == 3
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -69,6 +69,8 @@ TABLE: tuple[tuple[str, ModelCard], ...] = (
             "the card of Qwen3",
         ),
     ),
+    # Drawn as its card says, most answers to a simple question lose their way: "The" is hardly likelier than "L'".
+    (r"smollm[- ]?2[- ]135m", ModelCard(Sampling(temperature=0.0), origin="the server's own, for a model this small")),
     (r"smollm[- ]?2", ModelCard(Sampling(temperature=0.2, top_p=0.9), origin="the card of SmolLM2")),
 )
 

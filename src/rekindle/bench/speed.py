@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -61,13 +61,22 @@ class Clock:
             self.done.set()
 
 
-def run_bench(built: Built, shapes: Sequence[tuple[int, int, int]], repeats: int = 3) -> Report:
-    """The best of `repeats` runs per (prompt, answer, sequences): what the machine can do when nothing else runs."""
+def run_bench(
+    built: Built,
+    shapes: Sequence[tuple[int, int, int]],
+    repeats: int = 3,
+    on_run: Callable[[str], None] = lambda what: None,
+) -> Report:
+    """The best of `repeats` runs per (prompt, answer, sequences): what the machine can do when nothing else runs.
+    on_run: told of each before it begins."""
     rng, vocab = np.random.default_rng(0), built.model.spec.drawable
     measure(built.engine, vocab, rng, 16, 4, 1)
     rows = []
     for prompt, answer, sequences in shapes:
-        runs = [measure(built.engine, vocab, rng, prompt, answer, sequences) for _ in range(repeats)]
+        runs = list[tuple[float, float]]()
+        for run in range(1, repeats + 1):
+            on_run(f"{sequences} × {prompt:,} + {answer:,} tokens, run {run} of {repeats}")
+            runs.append(measure(built.engine, vocab, rng, prompt, answer, sequences))
         prefill, decode = (max(speeds) for speeds in zip(*runs, strict=True))
         traffic = _traffic(built, prompt + answer // 2, sequences)
         rows.append(Speed(prompt, answer, sequences, prefill, decode, traffic))

@@ -213,7 +213,8 @@ def _is_worth_it(plan: Plan, fewer: Plan) -> bool:
 def _why_fewer(most: Plan, chosen: Plan, count: int) -> str:
     """most: the plan with the most sequences that fit at all."""
     if most.wishes.sequences != count:
-        return f"what {count} need does not fit"
+        asked = "" if most.wishes.pool is None else f" with --pool {most.wishes.pool}"
+        return f"what {count} need does not fit{asked}"
     pools, costs = [_pool(plan) for plan in (most, chosen)], list[str]()
     if pools[0] < pools[1]:
         costs.append(f"leave one that runs alone {pools[0]:,} tokens of KV on the devices instead of {pools[1]:,}")

@@ -177,9 +177,13 @@ def run(
     try:
         shapes = [(tokens, answer, 1) for tokens in prompts] + [(min(prompts), answer, n) for n in batches if n > 1]
         fitting = [shape for shape in shapes if shape[0] + shape[1] <= built.context]
-        for tokens, _, _ in set(shapes) - set(fitting):
-            Console(stderr=True).print(f"left out: {tokens} + {answer} tokens, the context holds {built.context}")
-        report = run_bench(built, fitting, repeats)
+        for tokens in sorted({tokens for tokens, _, _ in set(shapes) - set(fitting)}):
+            too_long = f"{tokens} tokens and an answer of {answer}, the context holds {built.context}"
+            if not fitting:
+                raise BadConfig(f"--prompt {too_long}")
+            Console(stderr=True).print(f"left out: a prompt of {too_long}")
+        with Console(stderr=True).status("") as status:
+            report = run_bench(built, fitting, repeats, status.update)
         _show(report, _copy_speed(built))
         if ops:
             _show_ops("decode", top_ops(built, min(prompts), answer, 1))

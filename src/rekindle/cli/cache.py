@@ -192,10 +192,13 @@ def prune_command(
     size: Annotated[str, typer.Option(help="What may be left, such as 4GiB.")], folder: Folder = None
 ) -> None:
     """Remove the snapshots that were not used for longest, until no more than SIZE is left."""
-    pruned = prune_snapshots(_existing(folder), parse_bytes(size, "--size"))
+    budget = parse_bytes(size, "--size")
+    pruned = prune_snapshots(_existing(folder), budget)
     print(f"{len(pruned.removed)} snapshots removed, {show_bytes(pruned.freed)} freed, {show_bytes(pruned.left)} left")
     for used in pruned.in_use:
         print(f"a server is using {used}, or it may not be written: what is there stays")
+    if pruned.left > budget:
+        raise typer.Exit(1)
 
 
 @app.command("export")

@@ -30,11 +30,13 @@ def generate(
     raw: Annotated[bool, typer.Option(help="Continue the text instead of answering it as a message.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 512,
     temperature: Annotated[
-        float, typer.Option(help="How random the draws are; 0 always takes the likeliest token.")
+        float, typer.Option(min=0.0, max=2.0, help="How random the draws are; 0 always takes the likeliest token.")
     ] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that make up this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw from this many of the likeliest tokens; 0: from all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the random draws.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=1e-6, max=1.0, help="Draw from the likeliest tokens that make up this probability.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from this many of the likeliest tokens; 0: from all.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**53 - 1, help="Of the random draws.")] = 0,
     devices: options.Devices = "auto",
     split: options.Split = "auto",
     context: options.Context = None,

@@ -8,14 +8,17 @@ import shlex
 import shutil
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
+from rich.console import Console
 
 from rekindle.bench.replay import OwnServer
 from rekindle.cli.serve import KEY_VARIABLE
@@ -127,7 +130,11 @@ def launch(
     if not only_print and shutil.which(agent) is None:
         raise BadConfig(f"{agent} is not installed, or not on PATH: {how_to_install}")
     with _server(serve, url) as address:
-        start = make(find_server(address, os.environ.get(KEY_VARIABLE), model))
+        server = find_server(address, os.environ.get(KEY_VARIABLE), model)
+        if not takes_tools(server):
+            said = f"{server.model} takes no tools: its chat template has no place for them, so {agent} can do little"
+            Console(stderr=True, soft_wrap=True).print(f"rekindle: {said}", markup=False, highlight=False)
+        start = make(server)
         start.command.extend(arguments or ())
         if only_print:
             print(start.in_words())
@@ -150,11 +157,14 @@ def _server(arguments: str | None, url: str) -> Iterator[str]:
 
 def find_server(url: str, key: str | None, model: str | None) -> Endpoint:
     """The server at this address; the model must be one of its own."""
-    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key or NO_KEY}"})
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER) as answer:
-            cards: list[dict[str, Any]] = json.load(answer)["data"]
+        cards: list[dict[str, Any]] = _asked(f"{url}/v1/models", key)["data"]
         contexts = {str(card["id"]): int(card["context_length"]) for card in cards}
+    except urllib.error.HTTPError as error:
+        if error.code not in (401, 403):
+            raise BadConfig(f"{url} lists no models: {error}") from error
+        how = f"it is taken from {KEY_VARIABLE}" if key is None else f"the one in {KEY_VARIABLE} is not one of its own"
+        raise BadConfig(f"the server at {url} asks for a key: {how}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadConfig(
             f"no server answers at {url} ({error}); 'rekindle serve MODEL' starts one, --url names another, "
@@ -164,6 +174,21 @@ def find_server(url: str, key: str | None, model: str | None) -> Endpoint:
     if name not in contexts:
         raise BadConfig(f"--model {name}: {url} serves {', '.join(contexts)}")
     return Endpoint(url, name, contexts[name], key)
+
+
+def takes_tools(server: Endpoint) -> bool:
+    """True where the server does not say."""
+    try:
+        said = _asked(f"{server.url}/props?{urlencode({'model': server.model})}", server.key)
+    except (OSError, ValueError):
+        return True
+    return bool(said.get("takes_tools", True)) if isinstance(said, dict) else True
+
+
+def _asked(url: str, key: str | None) -> Any:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key or NO_KEY}"})
+    with urllib.request.urlopen(request, timeout=ANSWER) as answer:
+        return json.load(answer)
 
 
 def _run(start: Start) -> int:

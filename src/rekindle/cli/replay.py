@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -47,7 +49,10 @@ def replay(
     sizes = ConversationSizes(turns=turns, answer=answer).scaled(scale)
     with _server(url, model, serve, api_key) as server:
         totals = run_replay(server, sizes, requests, only or (), _Printer().show)
-    show_table(_summary(totals))
+    summary = _summary(totals)
+    if scale < 1:
+        summary.caption = "goals are for --scale 1: in smaller ones the few tokens that turns compute again weigh more"
+    show_table(summary)
     if url is not None:
         print("no conversation with a restart in its middle: the server is not ours to restart")
     print(json.dumps({"scale": scale, "conversations": [total.as_dict() for total in totals]}))
@@ -60,13 +65,23 @@ def _server(url: str | None, model: Path | None, options: str, key: str | None) 
     if url is not None:
         yield ReplayServer(url, key)
         return
-    with tempfile.TemporaryDirectory(prefix="rekindle-replay-") as folder:
+    with _ending_in_order(), tempfile.TemporaryDirectory(prefix="rekindle-replay-") as folder:
         arguments = [*([str(model)] if model else []), "--cache-dir", folder, "--sequences", "4", *shlex.split(options)]
         server = OwnServer(arguments)
         try:
             yield server
         finally:
             server.stop()
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """SIGTERM too ends the server and removes its snapshots, which may be gigabytes."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Printer:

@@ -62,7 +62,7 @@ class Recovery:
             self._fail_for_good(error, failure)
             return
         running = self._roster.running
-        log.warning("%s; it is back, %d requests go on from their newest snapshot", error, len(running))
+        log.warning("%s; its layers run again, %d requests go on from their newest snapshot", error, len(running))
         for sequence in sorted(running, key=lambda s: s.account.submitted_at, reverse=True):
             self._start_over(sequence)
 

@@ -214,8 +214,10 @@ def guarded(call: Callable[[], T]) -> T:
 
 
 def first_line(message: str) -> str:
-    """Of what the library says: what follows shows its inner state."""
-    return message.strip().split("\n")[0][:500]
+    """Of what the library says, and the cause where it is told apart: what follows shows its inner state."""
+    first, *others = message.strip().split("\n")
+    causes = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
+    return " ".join([first, *causes[:1]] if first.endswith(":") else [first])[:500]
 
 
 def _allows(mask: Mask, token: int) -> bool:

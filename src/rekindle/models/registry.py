@@ -27,6 +27,8 @@ def family_of(architecture: object, where: str = "the model") -> Family:
 
 def hf_format_of(name: object, where: str) -> tuple[str, HfFormat]:
     """Architecture and format by the class that a config.json names."""
+    if name is None:
+        raise BadModelFile(f"{where} names no architecture: it is no model, or a drafter's, which goes with --drafter")
     if not isinstance(name, str) or name not in _hf_formats:
         raise BadModelFile(f"{where} has the architecture {name!r}; known are {', '.join(_hf_formats)}")
     return _hf_formats[name]

@@ -72,9 +72,9 @@ def _pool_reason(placer: Placer, candidate: StageCandidate, stage: StagePlan, po
     if hot is None and asked:
         return f"{name}: pool of {tokens}{asked}; full KV would not fit"
     if hot is None:
-        return f"{name}: pool of {tokens}, because full KV would take {more} more and not fit at all"
+        return f"{name}: pool of {tokens}, because full KV would take {more} more, and would not fit"
     gained = stage.hot_count - hot
-    if gained > 0:
+    if gained > 0 and not stage.device.is_cpu:  # where all are, they are neither hot nor cold
         kept = plural(gained, "more expert")
         return f"{name}: pool of {tokens} keeps {kept} hot; full KV would take {more} more"
     return f"{name}: pool of {tokens}{asked}; full KV would take {more} more"

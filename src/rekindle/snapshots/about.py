@@ -35,7 +35,7 @@ def describe(store: DiskStore, about: About) -> None:
     """Write down what the store's snapshots were made for."""
     if store.read_only or read_about(store.folder) == about:
         return
-    text = np.frombuffer(msgspec.json.encode(about), dtype=np.uint8)
+    text = np.frombuffer(encode(about), dtype=np.uint8)
     try:
         write_whole(store.folder / "temporary" / f"{os.getpid()}-about", store.folder / FILE, [text])
     except OSError as error:
@@ -45,8 +45,20 @@ def describe(store: DiskStore, about: About) -> None:
 def read_about(folder: Path) -> dict[str, str]:
     """Empty where the file is missing or cannot be read."""
     try:
-        about = msgspec.json.decode(read_plain(folder / FILE, MOST_BYTES), type=dict[str, str])
-    except (BadSnapshotFile, msgspec.MsgspecError, UnicodeDecodeError):
+        return decode(read_plain(folder / FILE, MOST_BYTES))
+    except BadSnapshotFile:
+        return {}
+
+
+def encode(about: About) -> bytes:
+    return msgspec.json.encode(about)
+
+
+def decode(data: bytes) -> dict[str, str]:
+    """Empty where the bytes are none of ours."""
+    try:
+        about = msgspec.json.decode(data, type=dict[str, str])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return {}
     return about if all(word.isprintable() for word in (*about, *about.values())) else {}
 

@@ -19,8 +19,7 @@ import numpy as np
 
 from rekindle.config import show_bytes
 from rekindle.errors import BadConfig, BadSnapshotFile
-from rekindle.snapshots import manifest
-from rekindle.snapshots.about import read_about
+from rekindle.snapshots import about, manifest
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.files import PlainFiles, check_sizes, digest, entries_in, open_plain, read_pieces, shown
 from rekindle.snapshots.folder import FOLDER_DIGITS
@@ -69,7 +68,7 @@ class Pruned:
 def list_snapshots(directory: Path) -> list[SnapshotInfo]:
     """Every readable snapshot of every model, most recently used first. Changes nothing, takes no lock."""
     found = []
-    about = cache(read_about)
+    read_about = cache(about.read_about)
     for listed, path in _manifests(directory):
         try:
             status = path.lstat()
@@ -79,7 +78,7 @@ def list_snapshots(directory: Path) -> list[SnapshotInfo]:
             SnapshotInfo(
                 id=listed.id,
                 fingerprint=listed.fingerprint,
-                about=about(path.parent.parent),
+                about=read_about(path.parent.parent),
                 position=listed.position,
                 kind=listed.kind,
                 conversation=listed.conversation,
@@ -120,10 +119,10 @@ def prune_snapshots(directory: Path, budget: int) -> Pruned:
     model that a server is using stay, and count."""
     with _stores(directory) as stores:
         idle, in_use = [s for s in stores if not s.read_only], tuple(s.folder for s in stores if s.read_only)
-        if in_use and not idle:
+        before = sum(store.bytes for store in stores)
+        if in_use and not idle and before > budget:
             raise BadConfig(f"{in_use[0]} cannot be changed now: a server is using it, or it may not be written")
         oldest = sorted(((r, s) for s in idle for r in s.records()), key=lambda pair: pair[0].used)
-        before = sum(store.bytes for store in stores)
         removed = []
         for record, store in oldest:
             if sum(s.bytes for s in stores) <= budget:
@@ -169,6 +168,9 @@ def _write_tar(target: Path, folder: Path, chain: Sequence[Manifest]) -> None:
             for listed in chain:
                 data = manifest.encode(listed)
                 _add(tar, f"manifests/{listed.id}.json", io.BytesIO(data), len(data))
+            if words := about.read_about(folder):
+                data = about.encode(words)
+                _add(tar, about.FILE, io.BytesIO(data), len(data))
             for name, nbytes in {name: n for listed in chain for name, n in listed.objects.items()}.items():
                 with os.fdopen(open_plain(folder / "objects" / name), "rb") as source:
                     _add(tar, f"objects/{name}", source, nbytes)
@@ -182,10 +184,10 @@ def _write_tar(target: Path, folder: Path, chain: Sequence[Manifest]) -> None:
 def import_chain(directory: Path, source: Path) -> list[str]:
     """Take in the snapshots of an exported file. Every checksum is verified before the first one becomes visible."""
     with os.fdopen(open_plain(source), "rb") as file:
-        manifests, objects = _contents(file, shown(source.name))
+        manifests, objects, words = _contents(file, shown(source.name))
         _check_import(file, manifests, objects)
         _check_room(directory, sum(place.nbytes for place in objects.values()))
-        return [_adopt(directory, file, objects, listed) for listed in manifests]
+        return [_adopt(directory, file, objects, words, listed) for listed in manifests]
 
 
 # Reading a directory without owning it
@@ -327,15 +329,17 @@ def _members(file: BinaryIO, called: str) -> Iterator[tuple[str, Place]]:
     raise BadSnapshotFile(f"{called}: more than {MOST_MEMBERS} members")
 
 
-def _contents(file: BinaryIO, called: str) -> tuple[list[Manifest], dict[str, Place]]:
-    """Members are read by name and never unpacked, so no name in the file can become a path."""
+def _contents(file: BinaryIO, called: str) -> tuple[list[Manifest], dict[str, Place], dict[str, str]]:
+    """Manifests, objects, and what is said of all of them. Members are read by name and never unpacked, so no name in
+    the file can become a path."""
     manifests: dict[str, Manifest] = {}
     objects: dict[str, Place] = {}
+    words: dict[str, str] = {}
     left = MOST_MANIFESTS
     for path, place in _members(file, called):
         folder, _, name = path.partition("/")
         id = name.removesuffix(".json")
-        if name in objects or id in manifests:
+        if name in objects or id in manifests or (path == about.FILE and words):
             raise BadSnapshotFile(f"{shown(path)}: comes twice")
         if folder == "manifests" and NAME.fullmatch(id) and name != id:
             left -= place.nbytes
@@ -344,11 +348,13 @@ def _contents(file: BinaryIO, called: str) -> tuple[list[Manifest], dict[str, Pl
             manifests[id] = manifest.decode(b"".join(map(bytes, _bytes(file, place))), None, id)
         elif folder == "objects" and NAME.fullmatch(name):
             objects[name] = place
+        elif path == about.FILE and place.nbytes <= about.MOST_BYTES:
+            words = about.decode(b"".join(map(bytes, _bytes(file, place))))
         else:
             raise BadSnapshotFile(f"{shown(path)}: no part of an exported snapshot")
     if not manifests:
         raise BadSnapshotFile(f"{called}: the file holds no manifest")
-    return sorted(manifests.values(), key=lambda listed: listed.position), objects
+    return sorted(manifests.values(), key=lambda listed: listed.position), objects, words
 
 
 def _check_import(file: BinaryIO, manifests: Sequence[Manifest], objects: dict[str, Place]) -> None:
@@ -378,9 +384,11 @@ def _check_room(directory: Path, nbytes: int) -> None:
         raise BadConfig(f"the objects take {show_bytes(nbytes)}, {directory} has {show_bytes(free)} free")
 
 
-def _adopt(directory: Path, file: BinaryIO, objects: dict[str, Place], listed: Manifest) -> str:
+def _adopt(directory: Path, file: BinaryIO, objects: dict[str, Place], words: dict[str, str], listed: Manifest) -> str:
     store = _open(directory, listed.fingerprint)
     try:
+        if words and not about.read_about(store.folder):
+            about.describe(store, words)
         return store.adopt(listed, lambda name: _bytes(file, objects[name])).id
     except OSError as error:
         raise BadConfig(f"{store.folder} cannot be written: {error.strerror or error}") from error

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,16 +46,43 @@ class _KernelCall(ctypes.Structure):
     _fields_ = (("run", ctypes.c_void_p), ("words", _Word * WORDS))
 
 
+RUN = "program_run"  # makes the calls of a program
+
+Times = defaultdict[str, list[float]]  # seconds of every call, by the kernel's name
+_times: Times | None = None  # while they are asked for
+
+
+@contextmanager
+def timing_kernels() -> Iterator[Times]:
+    """While the block runs, every kernel that any thread calls is timed; those of a program are called one by one."""
+    global _times
+    _times = Times(list)
+    try:
+        yield _times
+    finally:
+        _times = None
+
+
 class Program:
     """The calls of one step. What they read and write lies in the tape's arena and in tensors that outlive them."""
 
-    def __init__(self, library: Any, calls: Sequence[_KernelCall], kept: Sequence[object]) -> None:
+    def __init__(
+        self, library: Any, calls: Sequence[_KernelCall], names: Sequence[str], kept: Sequence[object]
+    ) -> None:
+        """names: of the kernels, in the order of the calls."""
         self._run = library.program_run
         self._calls = (_KernelCall * len(calls))(*calls)
+        self._names = tuple(names)
         self._kept = tuple(kept)  # lists of addresses, and structures
 
     def run(self) -> None:
-        self._run(ctypes.byref(self._calls), len(self._calls))
+        if (times := _times) is None:
+            self._run(ctypes.byref(self._calls), len(self._calls))
+            return
+        for number, name in enumerate(self._names):
+            began = time.perf_counter()
+            self._run(ctypes.byref(self._calls, number * ctypes.sizeof(_KernelCall)), 1)
+            times[name].append(time.perf_counter() - began)
 
 
 class Arena:
@@ -89,7 +118,7 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self._library = library
         self._arena = arena
-        self._calls = list[_KernelCall]()
+        self._calls, self._names = list[_KernelCall](), list[str]()
         self._kept = list[object]()
         self.refused: str | None = None  # what cannot be noted
 
@@ -100,7 +129,7 @@ class Tape(TorchDispatchMode):
 
     @property
     def program(self) -> Program | None:
-        return None if self.refused else Program(self._library, self._calls, self._kept)
+        return None if self.refused else Program(self._library, self._calls, self._names, self._kept)
 
     def __enter__(self) -> Tape:
         _thread.tape = self
@@ -128,6 +157,7 @@ class Tape(TorchDispatchMode):
             return
         words = (_Word(**{kind: _plain(value)}) for kind, value in zip(kinds, arguments, strict=True))
         self._calls.append(_KernelCall(in_words, (_Word * WORDS)(*words)))
+        self._names.append(name)
         self._kept.extend(arguments)
 
     def _refuse(self, what: str) -> None:
@@ -149,7 +179,12 @@ def noted(name: str, kinds: str, function: Callable[..., Any], library: ctypes.C
     def call(*arguments: Any) -> Any:
         if _thread.tape is not None:
             _thread.tape.note(name, kinds, in_words, arguments)
-        return function(*arguments)
+        if (times := _times) is None or name == RUN:
+            return function(*arguments)
+        began = time.perf_counter()
+        found = function(*arguments)
+        times[name].append(time.perf_counter() - began)
+        return found
 
     return call
 
