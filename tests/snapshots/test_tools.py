@@ -94,11 +94,12 @@ def test_prune_leaves_no_more_than_asked(directory: Path) -> None:
 
 
 def test_prune_with_nothing_to_do_needs_no_folder_that_it_may_change(
-    directory: Path, capsys: pytest.CaptureFixture[str]
+    directory: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     server = DiskStore(directory, FINGERPRINT, 1 << 30)
     prune_command("1GiB", directory)
     assert "0 snapshots removed, 0 B freed" in capsys.readouterr().out
+    assert not caplog.records, "what it says of servers is not for who prunes"
     server.close()
 
 

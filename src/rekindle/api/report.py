@@ -61,7 +61,8 @@ def _cache(cache: CacheReport, prompt: Prompt, text: TextPort, is_alone: bool) -
     """
     found, miss = cache.divergence, cache.miss
     if found is not None and miss is not None and not is_alone:
-        found, miss = None, f"no snapshot reaches further into the prompt than position {cache.restored}"
+        further = f"no snapshot reaches further into the prompt than position {cache.restored}"
+        found, miss = None, further if cache.restored else "nothing of the prompt is known yet"
     return {
         "restored": dict(cache.restored_from),
         "computed": cache.computed,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +19,7 @@ from rich.text import Text
 from rekindle.cli.tables import show_table
 from rekindle.config import parse_bytes, printable, show_bytes, snapshot_folder
 from rekindle.errors import BadConfig
+from rekindle.snapshots import folder as folders
 from rekindle.snapshots.about import in_words
 from rekindle.snapshots.folder import held_bytes
 from rekindle.snapshots.tools import (
@@ -193,7 +196,8 @@ def prune_command(
 ) -> None:
     """Remove the snapshots that were not used for longest, until no more than SIZE is left."""
     budget = parse_bytes(size, "--size")
-    pruned = prune_snapshots(_existing(folder), budget)
+    with _unwarned():
+        pruned = prune_snapshots(_existing(folder), budget)
     print(f"{len(pruned.removed)} snapshots removed, {show_bytes(pruned.freed)} freed, {show_bytes(pruned.left)} left")
     for used in pruned.in_use:
         print(f"a server is using {used}, or it may not be written: what is there stays")
@@ -219,6 +223,18 @@ def import_command(
         raise BadConfig(f"there is no file {source}")
     ids = import_chain(_named(folder), source)
     print(f"{len(ids)} snapshots taken in")
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Of a folder that another writes to a store says that it saves nothing, which is for servers."""
+    log = logging.getLogger(folders.__name__)
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _named(folder: Path | None) -> Path:

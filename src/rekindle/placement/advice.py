@@ -258,7 +258,8 @@ def _try(placer: Placer, wishes: Wishes, base: Plan | None) -> Plan | None:
 
 
 def _difference(base: Plan | None, plan: Plan) -> str:
-    pool = f"pool {plan.pool_pages * PAGE:,} tokens" if plan.pool_may_fill else "full KV, the pool is off"
+    grows = " at first" if any(any(stage.lendable) for stage in plan.stages) else ""
+    pool = f"pool {plan.pool_pages * PAGE:,} tokens{grows}" if plan.pool_may_fill else "full KV, the pool is off"
     if base is None:
         cold = f", {plural(plan.cold, 'cold expert')}" if plan.spec.ffn.is_moe else ""
         return f"fits: {pool}{cold}"
