@@ -252,6 +252,27 @@ def test_loads_at_once_make_room_for_all_that_they_bring(tmp_path: Path) -> None
     assert max(rooms[2:]) == sum(alone)
 
 
+def test_loads_that_memory_cannot_hold_together_wait_for_each_other(tmp_path: Path) -> None:
+    snapshots = [PaperModel().snapshot(list(range(start, start + 20))) for start in (0, 100, 200)]
+    records = [saved(tmp_path, snapshot) for snapshot in snapshots]
+    store = DiskStore(tmp_path, FINGERPRINT, BUDGET)
+    rooms = list[int]()
+    store.make_room_in_ram = rooms.append
+    for record in records:
+        store.load(record.id)
+    for count in (1, 2):
+        store.most_in_ram, alone = count * rooms[0] + 1, rooms[:]
+        rooms.clear()
+        with ThreadPoolExecutor(3) as threads:
+            loaded = list(threads.map(lambda record: store.load(record.id), records * 4))
+        assert all(same(found, truth) for found, truth in zip(loaded, snapshots * 4, strict=True))
+        assert max(rooms) <= store.most_in_ram
+        rooms[:] = alone
+    store.most_in_ram = 1
+    assert same(store.load(records[0].id), snapshots[0]), "one that is larger by itself is loaded all the same"
+    store.close()
+
+
 def test_layers_whose_pages_differ_are_loaded_as_they_were(tmp_path: Path) -> None:
     shapes = {
         0: ((1, 4), torch.float32),

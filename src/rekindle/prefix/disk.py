@@ -37,6 +37,7 @@ class DiskTier:
 
     def open(self, room: Room) -> Iterator[Inherited]:
         self._store.make_room, self._store.make_room_in_ram = room.own, room.memory
+        self._store.most_in_ram = room.in_memory
         for record, tokens in self._store.keyed_records():
             yield Inherited(
                 id=record.id,

@@ -28,7 +28,8 @@ class Moves:
         self._instant = tuple(tier for tier in catalogue.tiers if tier.instant)
 
     def room_of(self, tier: Tier) -> Room:
-        return Room(own=partial(self._make_room, tier), memory=self.make_room_in_memory)
+        in_memory = sum(each.budget for each in self._instant)
+        return Room(own=partial(self._make_room, tier), memory=self.make_room_in_memory, in_memory=in_memory)
 
     # In
 

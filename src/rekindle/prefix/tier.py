@@ -51,6 +51,7 @@ class Room:
 
     own: Callable[[int], None]  # evict at least this many bytes from this tier, as far as nothing is pinned
     memory: Callable[[int], None]  # evict from the instant tiers until this many bytes more fit their budgets
+    in_memory: int  # bytes that these may hold, all together
 
 
 @dataclass(frozen=True, slots=True)

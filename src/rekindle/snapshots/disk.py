@@ -59,7 +59,8 @@ class DiskStore:
         this model: what a manifest may say, where it is known."""
         self.budget = budget
         self.make_room: Callable[[int], None] | None = None  # before a save: evict this many bytes
-        self.make_room_in_ram: Callable[[int], None] | None = None  # before a load: evict until this many fit
+        self.make_room_in_ram: Callable[[int], None] | None = None  # before a load: evict until this many fit …
+        self.most_in_ram: int | None = None  # … of so many bytes; None: as many as there are
         self.slabs = slabs or Slabs()
         self._place = StoreFolder(Path(directory), fingerprint)
         self._expected = Expected(fingerprint, vocabulary, largest)
@@ -155,7 +156,7 @@ class DiskStore:
 
     def load(self, id: str) -> Snapshot:
         """The snapshot, read and verified; raises BadSnapshotFile."""
-        return self._loader.load(id, self.make_room_in_ram)
+        return self._loader.load(id, self.make_room_in_ram, self.most_in_ram)
 
     def touch(self, id: str) -> None:
         """Note a use, for retention after a restart. A hint: a disk that refuses it loses nothing else."""

@@ -94,38 +94,41 @@ class Loader:
         self._drop_object = drop_object
         # Pages outlive the own objects they were loaded with: in one slab they would keep each other's memory.
         self._own_cuts, self._page_cuts = Cuts(slabs), Cuts(slabs)
-        self._counting = threading.Lock()
+        self._counting = threading.Condition()
         self._under_way = 0  # loads …
         self._coming = 0  # … and the bytes that they bring
         self._readers = ThreadPoolExecutor(READERS, "rekindle-disk-reader", stand_back, (RANK,))
 
-    def load(self, id: str, make_room: MakeRoom | None) -> Snapshot:
-        """The snapshot, read and verified: every object's digest is its name, and the tokens give its id."""
+    def load(self, id: str, make_room: MakeRoom | None, most: int | None = None) -> Snapshot:
+        """The snapshot, read and verified: every object's digest is its name, and the tokens give its id. most: bytes
+        that all loads under way may bring, if there are several."""
         with self._slabs.reading(), self._counted():
-            return self._load(id, make_room)
+            return self._load(id, make_room, most)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        self._count(1, 0)
+        with self._counting:
+            self._under_way += 1
         try:
             yield
         finally:
-            self._count(-1, 0)
+            with self._counting:
+                self._under_way -= 1
 
     @contextmanager
-    def _bringing(self, nbytes: int) -> Iterator[None]:
-        self._count(0, nbytes)
+    def _bringing(self, nbytes: int, most: int | None) -> Iterator[None]:
+        """Waits until there is room for them beside what other loads bring."""
+        with self._counting:
+            self._counting.wait_for(lambda: most is None or not self._coming or self._coming + nbytes <= most)
+            self._coming += nbytes
         try:
             yield
         finally:
-            self._count(0, -nbytes)
+            with self._counting:
+                self._coming -= nbytes
+                self._counting.notify_all()
 
-    def _count(self, loads: int, nbytes: int) -> None:
-        with self._counting:
-            self._under_way += loads
-            self._coming += nbytes
-
-    def _load(self, id: str, make_room: MakeRoom | None) -> Snapshot:
+    def _load(self, id: str, make_room: MakeRoom | None, most: int | None) -> Snapshot:
         listed = self._expected.read(self._folder.manifest(id))
         # All lengths before any digest: a chain with a lost page is refused at once.
         check_sizes(self._files, {self._path(name): nbytes for name, nbytes in listed.objects.items()})
@@ -133,7 +136,7 @@ class Loader:
         wanted = [name for name in dict.fromkeys(listed.pages) if name not in columns]
         coming = listed.own_bytes + len(wanted) * (listed.page_bytes - PAGE_HEADER)
         own = self._own_memory(listed)
-        with self._bringing(coming), Reads(self._readers) as own_reads, Reads(self._readers) as page_reads:
+        with self._bringing(coming, most), Reads(self._readers) as own_reads, Reads(self._readers) as page_reads:
             unread = deque(range(len(own)))
             own_reads.begin([partial(self._read_own, listed, own, number, unread) for number in range(len(own))])
             if make_room is not None and self._coming > self._slabs.spare():
