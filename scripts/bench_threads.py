@@ -18,7 +18,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rekindle.bench.load import Load, LoadClient, rows_of, run_load
+from rekindle.bench.client import LoadClient
+from rekindle.bench.load import Load, rows_of, run_load
 from rekindle.build import embedded_model
 
 SERVE = "from rekindle.cli import main; main()"

@@ -44,9 +44,11 @@ from typing import Any
 
 from bench_serve import Server
 
-from rekindle.bench.load import Load, LoadClient, ServedAnswer
+from rekindle.bench.client import LoadClient, ServedAnswer
+from rekindle.bench.load import Load
 from rekindle.bench.synth import write_synthetic
 
+LOOP = asyncio.Runner()  # one for all requests: their connections are kept
 STARTED = time.perf_counter()
 SLOWER = 2.0  # times the turn's time to first token with all in VRAM
 ANSWER = 8  # tokens of every answer
@@ -108,7 +110,7 @@ class Client:
         return self._load.tokens(length, *names)
 
     def ask(self, what: str, prompt: list[int]) -> ServedAnswer:
-        answer = asyncio.run(self._client.ask(what, self._client.question(prompt, ANSWER)))
+        answer = LOOP.run(self._client.ask(what, self._client.question(prompt, ANSWER)))
         if answer.failure is not None:
             raise RuntimeError(f"{what}: {answer.failure}")
         self._told.answers.append(

@@ -33,7 +33,8 @@ from pathlib import Path
 
 from timeline import between
 
-from rekindle.bench.load import Load, LoadClient, LoadRow, ServedAnswer, rows_of, run_load
+from rekindle.bench.client import LoadClient, ServedAnswer
+from rekindle.bench.load import Load, LoadRow, rows_of, run_load
 
 SERVE = "from rekindle.cli import main; main()"
 PROFILED = r"""
@@ -112,6 +113,8 @@ class Server:
 LINES = {
     "new": Load(prompts=(1, 8, 64, 512), requests=6, answer=8),
     "turn 200 on 8192": Load(prompts=(8192,), requests=3, answer=8, turns=3, turn=200),
+    # In words, of which one is some five tokens here: a synthetic vocabulary has little but bytes.
+    "messages, 200 on 8192": Load(prompts=(1700,), requests=3, answer=8, turns=3, turn=40, chat=True),
     "turn 300 on 32768": Load(prompts=(32768,), requests=2, answer=8, turns=3, turn=300),
     "restored": Load(prompts=(8, 512, 4096, 32768), requests=3, answer=8, again=1),
     "32 at once": Load(prompts=(512,), requests=32, concurrency=32, answer=32),

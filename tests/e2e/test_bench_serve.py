@@ -15,7 +15,8 @@ from support.forked import run_rekindle
 from support.server import Server, StartServer
 from support.wire import read_message
 
-from rekindle.bench.load import Load, LoadClient, ServedAnswer, rows_of, run_load, share_below
+from rekindle.bench.client import LoadClient, ServedAnswer
+from rekindle.bench.load import Load, rows_of, run_load, share_below
 from rekindle.cli.bench import load_table
 from rekindle.cli.tables import show_table
 from rekindle.errors import BadConfig
@@ -58,6 +59,18 @@ def test_a_conversation_goes_on_from_the_answer_that_came(server: Server) -> Non
     assert (second["sent"], third["sent"]) == (126, 152)
     known = [{"device": 105}, {"device": 131}]
     assert [restored(second), restored(third)] == known, "all but the last token, which no forward has consumed"
+
+
+def test_messages_are_sent_with_all_that_was_said(server: Server) -> None:
+    words = ("--prompt", 100, "--prefix", 40, "--requests", 1, "--answer", 6, "--turns", 3, "--turn", 20)
+    found = rows(bench(server.url, "--chat", *words, "--again", 1))
+    first, second, third = (found[name] for name in ("prompt 100", "turn 2 on 100", "turn 3 on 100"))
+    assert 100 <= first["sent"] < second["sent"] - 20 < third["sent"] - 40
+    for before, after in ((first, second), (second, third)):
+        assert sum(after["restored"].values()) > 0.9 * before["sent"]
+    assert all(sum(row["restored"].values()) + row["computed"] == row["sent"] for row in found.values())
+    assert [found[f"{name} again"]["computed"] for name in ("prompt 100", "turn 2 on 100", "turn 3 on 100")] == [0] * 3
+    assert first["answered"] == 6 and first["decode"] > 0
 
 
 def test_prompts_share_their_beginning_and_come_at_a_rate(server: Server) -> None:

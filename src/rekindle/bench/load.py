@@ -1,30 +1,23 @@
 """A load generator: what clients of an OpenAI-style server see, in milliseconds and tokens per second.
 
-Prompts are random token ids sent to /v1/completions, so that their lengths are exact; the same seed sends the same
-prompts, also to a server that was started again in between. Connections are kept and used again, as agents' clients
-do. Clocks start when a request is sent over one that is open, and stop when an event with tokens has come in. What was
-restored and what was computed is the server's own word: its `rekindle` object, or the `cached_tokens` of others.
+Prompts are random token ids sent to /v1/completions, so that their lengths are exact, or conversations of random words,
+as agents send them: a server has to render and to encode those. The same seed sends the same prompts, also to a server
+that was started again in between. What was restored and what was computed is the server's own word: its `rekindle`
+object, or the `cached_tokens` of others.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import ssl
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
-import h11
+from rekindle.bench.client import Begun, LoadClient, Message, Prompt, Question, ServedAnswer
+from rekindle.bench.conversations import prose
+from rekindle.errors import BadConfig
 
-from rekindle.errors import BadConfig, RekindleError
-
-Begun = Callable[[], None]  # called once, at the first token
-LONGEST_WAIT = 1800.0  # seconds for one answer
 INTRUDER = "intruder"
 
 
@@ -45,6 +38,7 @@ class Load:
     seed: int = 0
     vocab: int = 32_000  # ids are drawn below it
     lowest: int | None = None  # and not below this; None: special tokens often come first, so 1,000 or half of vocab
+    chat: bool = False  # send messages; every number of tokens is one of words then
 
     def __post_init__(self) -> None:
         _check("--vocab", self.vocab, self._first_id + 1)
@@ -66,237 +60,30 @@ class Load:
     def _first_id(self) -> int:
         return min(1000, self.vocab // 2) if self.lowest is None else self.lowest
 
-    def first_prompt(self, length: int, number: int) -> list[int]:
-        shared = self.tokens(min(self.prefix, length), "prefix")
-        return shared + self.tokens(length - len(shared), "prompt", length, number)
+    def opening(self, length: int, *names: object, prefix: int = 0) -> Prompt:
+        """A first prompt of this length, which begins with `prefix` tokens that others begin with too."""
+        shared = min(prefix, length)
+        if not self.chat:
+            return self.tokens(shared, "prefix") + self.tokens(length - shared, *names)
+        system = [self._message("system", shared, "prefix")] if shared else []
+        return [*system, self._message("user", max(1, length - shared), *names)]
+
+    def next_turn(self, prompt: Prompt, answer: ServedAnswer, *names: object) -> Prompt:
+        """What was said so far, and as much as a turn has. A server that keeps its ids to itself is sent others in
+        their place: it can go on from the prompt's end only."""
+        if self.chat:
+            said: Message = {"role": "assistant", "content": answer.text}
+            return [*prompt, said, self._message("user", self.turn, "turn", *names)]
+        ids = answer.ids or self.tokens(self.answer, "said", *names)
+        return [*prompt, *ids, *self.tokens(self.turn, "turn", *names)]
+
+    def _message(self, role: str, words: int, *names: object) -> Message:
+        return {"role": role, "content": prose(words, " ".join(map(str, (self.seed, *names))))}
 
 
 def _check(option: str, value: int, least: int) -> None:
     if value < least:
         raise BadConfig(f"{option} is {value}, it must be at least {least}")
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt and the body that asks for its answer. It is made before the clocks start: to write 32,768 ids takes
-    milliseconds, in which this process would not read what others are answered."""
-
-    prompt: list[int]
-    body: bytes
-
-
-class LoadFailed(RekindleError):
-    """A server did not answer, or refused a request."""
-
-
-# -- one request ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class ServedAnswer:
-    """What came back for one request, and when. Times are seconds of one clock."""
-
-    what: str  # requests of one name are reported together
-    prompt: int  # tokens sent
-    sent: float = 0.0
-    arrivals: list[float] = field(default_factory=list)  # of events with tokens
-    ids: list[int] = field(default_factory=list)
-    tokens: int = 0
-    restored: dict[str, int] = field(default_factory=dict)  # tokens by tier, as the server names its tiers
-    computed: int = 0
-    failure: str | None = None
-
-    @property
-    def first(self) -> float:
-        """Seconds to the first token."""
-        return self.arrivals[0] - self.sent
-
-    @property
-    def gaps(self) -> list[float]:
-        return [after - before for before, after in pairwise(self.arrivals)]
-
-    @property
-    def seconds(self) -> float:
-        """From the first token to the last."""
-        return self.arrivals[-1] - self.arrivals[0]
-
-
-class _Connection:
-    """An open one to a server: one request at a time, and the next when that has been answered whole."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._http = h11.Connection(h11.CLIENT)
-        self.is_used = False  # it has brought an answer before …
-        self.is_silent = True  # … and nothing yet of the one that was asked for last
-
-    @property
-    def is_open(self) -> bool:
-        """As far as is known here: a server may be about to end one that was idle."""
-        return not (self._reader.at_eof() or self._writer.is_closing())
-
-    async def send(self, head: h11.Request, body: bytes) -> None:
-        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
-            self._writer.write(self._http.send(event) or b"")
-        await self._writer.drain()
-
-    async def data(self) -> AsyncIterator[tuple[float, bytes]]:
-        """What is answered, with the moment at which it came."""
-        came, refused = 0.0, b""
-        status = 200
-        while True:
-            event = self._http.next_event()
-            if event is h11.NEED_DATA:
-                received = await self._reader.read(1 << 16)
-                came = time.perf_counter()
-                self.is_silent = self.is_silent and not received
-                self._http.receive_data(received)
-            elif isinstance(event, h11.Response):
-                status = event.status_code
-            elif isinstance(event, h11.Data):
-                if status == 200:
-                    yield came, bytes(event.data)
-                else:
-                    refused += event.data
-            else:
-                break
-        if status != 200:
-            raise LoadFailed(f"status {status}: {refused[:300].decode(errors='replace')}")
-        if not isinstance(event, h11.EndOfMessage):
-            raise LoadFailed("the server hung up amid an answer")
-
-    def can_go_on(self) -> bool:
-        """Whether it takes another request; the server may have said that this was the last."""
-        if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
-            return False
-        self._http.start_next_cycle()
-        self.is_used = self.is_silent = True
-        return True
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class LoadClient:
-    """Asks one server. All that is asked before `close` runs on one event loop."""
-
-    def __init__(
-        self,
-        url: str,
-        key: str | None = None,
-        model: str | None = None,
-        token_ids: bool = True,
-        fields: dict[str, Any] | None = None,
-    ) -> None:
-        """token_ids: ask for the ids of the answer, which a conversation goes on from; fields: more of every body."""
-        self._url = _parts_of(url)
-        self._key = key
-        self._body = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-        self._body |= {"model": model} if model else {}
-        self._body |= {"return_token_ids": True} if token_ids else {}
-        self._body |= fields or {}
-        self._kept = list[_Connection]()  # open, without a request
-
-    def question(self, prompt: list[int], tokens: int) -> Question:
-        return Question(prompt, json.dumps({**self._body, "prompt": prompt, "max_tokens": tokens}).encode())
-
-    async def ask(self, what: str, question: Question, begun: Begun | None = None) -> ServedAnswer:
-        """Never raises for what a server does: a request that failed says why. `begun` hears of the first token."""
-        answer = ServedAnswer(what, len(question.prompt))
-        try:
-            async with asyncio.timeout(LONGEST_WAIT):
-                await self._ask(answer, question.body, begun)
-        except TimeoutError:
-            answer.failure = f"no answer within {LONGEST_WAIT:g} s"
-        except (OSError, h11.ProtocolError, LoadFailed) as error:
-            answer.failure = str(error) or type(error).__name__
-        if answer.failure is None and not answer.arrivals:
-            answer.failure = "the answer has no tokens"
-        if begun is not None and not answer.arrivals:
-            begun()  # it never will
-        return answer
-
-    def close(self) -> None:
-        for connection in self._kept:
-            connection.close()
-        self._kept.clear()
-
-    async def _ask(self, answer: ServedAnswer, body: bytes, begun: Begun | None) -> None:
-        while True:
-            connection = await self._connect()
-            try:
-                answer.sent = time.perf_counter()
-                await connection.send(self._head(len(body)), body)
-                async for came, event in _events(connection.data()):
-                    waiting = not answer.arrivals
-                    _take(answer, event, came)
-                    if waiting and answer.arrivals and begun is not None:
-                        begun()
-            except BaseException as error:
-                connection.close()
-                # The server ended it for being idle, just as it was used again.
-                if isinstance(error, OSError | h11.ProtocolError) and connection.is_used and connection.is_silent:
-                    continue
-                raise
-            if connection.can_go_on():
-                self._kept.append(connection)
-            else:
-                connection.close()
-            return
-
-    async def _connect(self) -> _Connection:
-        while self._kept:
-            connection = self._kept.pop()
-            if connection.is_open:
-                return connection
-            connection.close()
-        secure = ssl.create_default_context() if self._url.scheme == "https" else None
-        port = self._url.port or (443 if secure else 80)
-        return _Connection(*await asyncio.open_connection(self._url.hostname, port, ssl=secure))
-
-    def _head(self, size: int) -> h11.Request:
-        headers = {"host": self._url.netloc, "content-type": "application/json", "content-length": str(size)}
-        headers |= {"authorization": f"Bearer {self._key}"} if self._key else {}
-        return h11.Request(method="POST", target=f"{self._url.path}/completions", headers=list(headers.items()))
-
-
-def _parts_of(url: str) -> SplitResult:
-    """http://host:port, with or without /v1, as the base of an OpenAI-style client."""
-    parts = urlsplit(url if "//" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadConfig(f"{url} is no address of a server, such as http://127.0.0.1:8080")
-    path = parts.path.rstrip("/")
-    return parts._replace(path=path if path.endswith("/v1") else f"{path}/v1")
-
-
-async def _events(data: AsyncIterator[tuple[float, bytes]]) -> AsyncIterator[tuple[float, Any]]:
-    """Every event of a stream with the moment at which its last byte came."""
-    line = b""
-    async for came, received in data:
-        *lines, line = (line + received).split(b"\n")
-        for each in lines:
-            found = each.strip().removeprefix(b"data:").strip()
-            if found.startswith(b"{"):
-                yield came, json.loads(found)
-
-
-def _take(answer: ServedAnswer, event: dict[str, Any], came: float) -> None:
-    if "error" in event:
-        raise LoadFailed(str(event["error"].get("message", event["error"])))
-    for choice in event.get("choices", ()):
-        ids = choice.get("token_ids") or []
-        if ids or choice.get("text"):
-            answer.arrivals.append(came)
-            answer.ids += ids
-            answer.tokens += len(ids) or 1
-    usage = event.get("usage") or {}
-    answer.tokens = usage.get("completion_tokens", answer.tokens)
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    if usage:
-        answer.restored, answer.computed = {"cache": cached}, usage.get("prompt_tokens", answer.prompt) - cached
-    if (report := event.get("rekindle")) is not None:
-        answer.restored, answer.computed = report["restored"], report["computed"]
 
 
 # -- many of them ---------------------------------------------------------------------------------------------------
@@ -318,11 +105,11 @@ async def _run_length(client: LoadClient, load: Load, length: int, time_sent: in
     suffix = " again" if time_sent else ""
     begun, intruder = asyncio.Semaphore(0), None
     if load.intruder and not time_sent:
-        question = client.question(load.tokens(load.intruder, INTRUDER, length), 1)
+        question = client.question(load.opening(load.intruder, INTRUDER, length), 1)
         intruder = asyncio.create_task(_intrude(client, load, question, begun))
 
     def opening(number: int) -> Question:
-        return client.question(load.first_prompt(length, number), load.answer)
+        return client.question(load.opening(length, "prompt", length, number, prefix=load.prefix), load.answer)
 
     together = 0 if load.rate is not None else min(load.concurrency, load.requests)
     openings = {number: opening(number) for number in range(together)}
@@ -388,9 +175,7 @@ async def _converse(
         answers.append(answer)
         if answer.failure is not None or turn + 1 == load.turns:
             break
-        # A server that keeps its ids to itself is sent others in their place: it can go on from the prompt's end only.
-        said = answer.ids or load.tokens(load.answer, "said", length, number, turn)
-        prompt = [*question.prompt, *said, *load.tokens(load.turn, "turn", length, number, turn)]
+        prompt = load.next_turn(question.prompt, answer, length, number, turn)
         question = client.question(prompt, load.answer)
     return answers
 

@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from rekindle.bench.load import Load, LoadClient, LoadRow, rows_of, run_load
+from rekindle.bench.client import LoadClient
+from rekindle.bench.load import Load, LoadRow, rows_of, run_load
 from rekindle.bench.ops import Op, top_ops
 from rekindle.bench.speed import Report, run_bench
 from rekindle.bench.synth import SHAPES, shape_totals, write_synthetic
@@ -85,6 +86,10 @@ def serve(
     lowest: Annotated[
         int | None, typer.Option(help="Token ids are drawn from here on; 1,000 if left out, or half of --vocab.")
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Send messages of words, as agents do; what is given in tokens is in words then."),
+    ] = False,
     model: Annotated[str | None, typer.Option(help="Model id, for servers that need one.")] = None,
     token_ids: Annotated[
         bool, typer.Option(help="Ask for the answer's token ids, on which a conversation goes on.")
@@ -109,6 +114,7 @@ def serve(
         seed=random.SystemRandom().getrandbits(32) if seed is None else seed,
         vocab=vocab,
         lowest=lowest,
+        chat=chat,
     )
     rows = rows_of(asyncio.run(run_load(LoadClient(url, api_key, model, token_ids), load)))
     show_table(load_table(rows))
