@@ -88,6 +88,7 @@ class Target:
             self.context,
             queue=2 * self.sequences,
             grid=CHUNK,
+            turns=gap is not None,
             max_gap=gap,
             drawable=file.spec.drawable,
             measure_drafts=True,

@@ -105,9 +105,7 @@ class Config:
     context: int | None = None
     sequences: int | None = None  # that run at once; None: by the memory
     grid: int | None = None  # prefill chunk; 512 on a CPU, 2048 or 4096 on a GPU
-    max_gap: int | None = (
-        None  # milliseconds between tokens while others' prompts run, on GPUs; None: what costs little
-    )
+    max_gap: int | None = None  # milliseconds between tokens while others' prompts run; None: what costs little
     queue: int = 256
     dtype: str | None = None  # of activations: float32 or bfloat16
     kv_type: str | None = None

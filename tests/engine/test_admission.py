@@ -109,7 +109,7 @@ def long_chunks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def gpu_like(lab: Lab, slots: int = 4, **settings: Any) -> Engine:
     """Chunks take turns with decode steps, and a step may be launched ahead of the host."""
-    asked = {"context": 4096, "grid": 64, "async_steps": 1, "max_gap": 1.0, **settings}
+    asked = {"context": 4096, "grid": 64, "async_steps": 1, "turns": True, "max_gap": 1.0, **settings}
     pipeline = Pipeline([lab.stage(slots=slots, pages=400)])
     return Engine(pipeline, PrefixCache(local_tiers(1 << 28)), EngineSettings(**asked)).start()
 
@@ -230,7 +230,7 @@ def test_a_free_slot_is_filled_however_many_long_prompts_come_in(lab: Lab, stage
     whole = lab._oracle.span.stop
     spans = [None] if stages == 1 else [Span(0, whole // 2), Span(whole // 2, whole)]
     pipeline = Pipeline([lab.stage(span, slots=longs + 2, pages=300) for span in spans])
-    settings = EngineSettings(context=4096, grid=64, async_steps=int(stages == 1), max_gap=1.0)
+    settings = EngineSettings(context=4096, grid=64, async_steps=int(stages == 1), turns=True, max_gap=1.0)
     engine = Engine(pipeline, PrefixCache(local_tiers(1 << 28)), settings).start()
     short = list[Answer]()
     diary = Diary(engine, {10: lambda: short.append(Answer(engine, Prompt(random_tokens(70, 2))))})
@@ -313,7 +313,7 @@ def test_stages_that_cannot_say_whether_a_step_is_over_keep_nobody_out_for_it(
     monkeypatch.setattr("rekindle.engine.scheduler.SHARED", 32)
     whole = lab._oracle.span.stop
     stages = [lab.stage(span, slots=8, pages=300) for span in (Span(0, whole // 2), Span(whole // 2, whole))]
-    settings = EngineSettings(context=4096, grid=64, async_steps=0, max_gap=1.0)
+    settings = EngineSettings(context=4096, grid=64, async_steps=0, turns=True, max_gap=1.0)
     engine = Engine(Pipeline(stages), PrefixCache(local_tiers(1 << 28)), settings).start()
     short = list[Answer]()
 

@@ -163,7 +163,7 @@ def test_where_a_capture_would_wait_other_chunks_are_launched_first_and_none_is_
     """Prompts of one chunk and of several, of which two may be under way."""
     happened = list[str]()
     cache = RecordingCache(local_tiers(1 << 28))
-    settings = EngineSettings(context=2048, grid=64, async_steps=1, max_gap=max_gap)
+    settings = EngineSettings(context=2048, grid=64, async_steps=1, turns=max_gap is not None, max_gap=max_gap)
     engine = Engine(Pipeline([FullStage(lab.stage(slots=4), happened)]), cache, settings).start()
     prompts = [Prompt(random_tokens(length, seed)) for seed in range(4)]
     with arriving_together(engine):

@@ -131,7 +131,7 @@ def test_blocks_between_the_sections_of_anothers_prompt_change_no_token(
 ) -> None:
     monkeypatch.setattr(span, "SECTION", 0)  # sections of two layers …
     monkeypatch.setattr(Pace, "sections", lambda *_: 1)  # … one at a time, however long steps take here
-    engine, paused = target.engine(max_gap=1e-9), list[int]()
+    engine, paused = target.engine(turns=True, max_gap=1e-9), list[int]()
     run_some = engine._launcher._run_some
 
     def noting(forward: PausedForward, *rest: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Chunks and decode steps that take turns, as on GPUs: who runs next, where chunks end; no bit depends on it."""
+"""Chunks and decode steps that take turns, as on GPUs, or share batches: who runs next, where chunks end; no bit
+depends on it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 from support.answers import arriving_together
 from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens, same_bits
 
-from rekindle.batch import Batch
+from rekindle.batch import Batch, Segment, Wanted
 from rekindle.engine.flight import Flight, Flights
 from rekindle.engine.pace import HALVED, LEAST, Pace
 from rekindle.engine.results import Collector
@@ -22,6 +23,7 @@ from rekindle.engine.sequence import Sequence
 from rekindle.engine.state import Decoding, InSlot, Prefilling
 from rekindle.engine.types import Request, Sampling
 from rekindle.prompt import Prompt
+from rekindle.spec import Span
 from rekindle.stages import Pipeline
 from rekindle.stages.layout import SHARERS
 from rekindle.stages.types import StageOutput
@@ -202,7 +204,7 @@ def test_a_host_that_comes_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("rekindle.engine.results.time.monotonic", lambda: now[0])
     monkeypatch.setattr(Pace, "note_step", lambda self, seconds, at_most: noted.append((round(seconds, 3), at_most)))
     collector = Collector.__new__(Collector)
-    collector._pace, collector._costs, collector._behind = Pace(0.02, 2048), None, None
+    collector._pace, collector._turns, collector._costs, collector._behind = Pace(0.02, 2048), True, None, None
     collector._last_back, collector._was_over = 0.0, False
     collector._flights, collector._holding = Flights(), ()
     for began, looked, over in ((0.0, 0.003, False), (0.001, 0.023, True), (0.002, 0.0231, True), (0.03, 0.033, False)):
@@ -260,7 +262,7 @@ def run(scheduler: Scheduler, decoding: list[Sequence], steps: int) -> list[list
 
 
 def test_prompts_that_no_client_waits_for_make_no_crowd() -> None:
-    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048))
+    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048), turns=True)
     waiting = [sequence(slot, 40, Prefilling) for slot in range(max(SHARERS))]
     for each in waiting:
         scheduler.add(each)
@@ -273,7 +275,7 @@ def test_prompts_that_no_client_waits_for_make_no_crowd() -> None:
 
 
 def test_chunks_and_rows_take_turns_and_are_never_in_one_batch() -> None:
-    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048))
+    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048), turns=True)
     answering = [sequence(slot, 10, Decoding) for slot in (0, 1)]
     for slot, length in ((2, 1200), (3, 40)):
         scheduler.add(sequence(slot, length, Prefilling))
@@ -281,14 +283,14 @@ def test_chunks_and_rows_take_turns_and_are_never_in_one_batch() -> None:
 
 
 def test_whole_chunks_run_while_nobody_answers() -> None:
-    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048))
+    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048), turns=True)
     scheduler.add(sequence(0, 5000, Prefilling))
     assert run(scheduler, [], 9) == [[2048], [2048], [904]]
 
 
 def test_short_chunks_of_several_prompts_share_a_step() -> None:
     """Four at most, each of them whole; a long one is alone, and so is one whose bits or scores are looked at."""
-    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048))
+    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048), turns=True)
     for slot, length in enumerate((512, 2600, 500, 7, 40, 300)):
         scheduler.add(sequence(slot, length, Prefilling))
     scored = sequence(6, 30, Prefilling)
@@ -299,11 +301,11 @@ def test_short_chunks_of_several_prompts_share_a_step() -> None:
 
 def test_more_than_four_share_a_step_that_they_fill() -> None:
     """With a grid of 4,096: eight of 512 rows, or five; short ones would leave too much of it to padding."""
-    scheduler = Scheduler(4096, depth=1, async_steps=0, pace=Pace(0.05, 4096))
+    scheduler = Scheduler(4096, depth=1, async_steps=0, pace=Pace(0.05, 4096), turns=True)
     for slot, length in enumerate((*(512,) * 8, *(512,) * 5, *(200,) * 6)):
         scheduler.add(sequence(slot, length, Prefilling))
     assert run(scheduler, [], 9) == [[512] * 8, [512] * 5 + [200] * 3, [200] * 3]
-    few = Scheduler(4096, depth=1, async_steps=0, pace=Pace(0.05, 4096))
+    few = Scheduler(4096, depth=1, async_steps=0, pace=Pace(0.05, 4096), turns=True)
     for slot, length in enumerate((*(512,) * 4, *(60,) * 6)):
         few.add(sequence(slot, length, Prefilling))
     assert run(few, [], 9) == [[512] * 4, [60] * 4, [60], [60]]
@@ -311,18 +313,18 @@ def test_more_than_four_share_a_step_that_they_fill() -> None:
 
 def test_chunks_that_padding_would_outgrow_run_one_by_one() -> None:
     """The smallest shared step has 256 rows: so many take longer than a few, and than a chunk which the gap bounds."""
-    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048))
+    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048), turns=True)
     for slot, length in enumerate((6, 4, 90)):
         scheduler.add(sequence(slot, length, Prefilling))
     assert run(scheduler, [], 9) == [[6], [4], [90]]
-    paced = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 128))
+    paced = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 128), turns=True)
     for slot in (1, 2):
         paced.add(sequence(slot, 60, Prefilling))
     assert run(paced, [sequence(0, 10, Decoding)], 3) == [[60], [1], [60]]
 
 
 def test_beside_answers_they_share_what_one_of_them_may_have() -> None:
-    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048))  # nothing was measured
+    scheduler = Scheduler(2048, depth=1, async_steps=0, pace=Pace(0.05, 2048), turns=True)  # nothing was measured
     answering = [sequence(0, 10, Decoding)]
     for slot in range(1, 5):
         scheduler.add(sequence(slot, 200, Prefilling))
@@ -398,7 +400,7 @@ class PaperDevice:
 def paper_device(answers: int, prompts: Iterable[int], pauses: bool) -> tuple[PaperDevice, list[Sequence]]:
     """With so many sequences that answer, and prompts of these lengths that have come at once."""
     pace = Pace(0.02 if pauses else 0.05, 2048)
-    scheduler = Scheduler(2048, depth=1, async_steps=1, pace=pace, can_pause=lambda rows: pauses)
+    scheduler = Scheduler(2048, depth=1, async_steps=1, pace=pace, turns=True, can_pause=lambda rows: pauses)
     device = PaperDevice(scheduler, pace)
     device.decoding += [replace(sequence(slot, 10, Decoding), max_tokens=10**6) for slot in range(answers)]
     coming = [replace(sequence(answers + i, n, Prefilling), max_tokens=10**6) for i, n in enumerate(prompts)]
@@ -425,8 +427,53 @@ def test_of_many_prompts_at_once_the_last_one_answers_when_nearly_all_rows_ran_i
     assert device.now <= 1.15 * 8 * (0.0097 + 2048 * 28e-6)
 
 
+def test_chunks_that_share_batches_have_together_no_more_rows_than_the_target_allows_those_who_answer() -> None:
+    scheduler = Scheduler(512, depth=1, async_steps=0, pace=Pace(0.25, 512, first=64))
+    answering = [sequence(slot, 10, Decoding) for slot in (0, 1)]
+    for slot, length in ((2, 100), (3, 40), (4, 20)):
+        scheduler.add(sequence(slot, length, Prefilling))
+    assert run(scheduler, answering, 5) == [[1, 1, 64], [1, 1, 40, 20], [1, 1, 36], [1, 1], [1, 1]]
+    for slot in (5, 6):
+        scheduler.add(sequence(slot, 600, Prefilling))
+    answering[0].request = answering[1].request = replace(answering[0].request, background=True)
+    assert run(scheduler, answering, 4) == [[1, 1, 512], [1, 1, 512], [1, 1, 88, 88], [1, 1]], "no client waits"
+
+
+@pytest.mark.parametrize("row", [0.4e-3, 1.1e-3, 7e-3])
+def test_on_a_slow_device_gaps_come_near_the_target_and_a_long_prompt_loses_a_fourth_at_most(row: float) -> None:
+    """Seconds as on a CPU: a step of one row reads all weights, and a chunk's rows take turns in the products."""
+    pace, step = Pace(0.25, 512, first=64), 0.03
+    scheduler = Scheduler(512, depth=1, async_steps=0, pace=pace)
+    answering, prompt = [sequence(0, 10, Decoding)], sequence(1, 4096, Prefilling)
+    scheduler.add(prompt)
+    pace.note_step(step)
+    gaps = list[float]()
+    while prompt.prefill_left:
+        ((rows, *chunks),) = run(scheduler, answering, 1)
+        gaps.append(step + row * sum(chunks))
+        pace.note_shared(sum(chunks), gaps[-1])
+        assert rows == 1
+    least = step + row * LEAST
+    assert max(gaps) <= 1.25 * max(0.25, least)
+    assert sum(gaps) - step * len(gaps) <= 1.001 * row * 4096
+    assert sum(gap > max(0.25, least) for gap in gaps) <= len(gaps) / 4
+
+
+def test_of_batches_that_are_shared_rows_and_chunks_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = list[tuple[str, int, float]]()
+    pace = Pace(0.25, 512, first=64)
+    monkeypatch.setattr(pace, "note_step", lambda seconds: noted.append(("step", 0, seconds)))
+    monkeypatch.setattr(pace, "note_chunk", lambda rows, seconds: noted.append(("chunks", rows, round(seconds, 3))))
+    pace._step = 0.03
+    one, two = (Segment(slot, 9, (1,), Wanted.LAST) for slot in (0, 1))
+    chunk, other = (Segment(slot, 64, (2,) * 64) for slot in (2, 3))
+    for segments, seconds in (((one, two), 0.03), ((chunk, other), 0.2), ((one, chunk), 0.13), ((one, chunk), 0.04)):
+        Collector._note_shared(Batch(segments), seconds, pace)
+    assert noted == [("step", 0, 0.03), ("chunks", 128, 0.2), ("chunks", 64, 0.1), ("chunks", 64, 0.02)]
+
+
 def test_rows_go_on_where_a_chunk_finds_no_pages() -> None:
-    scheduler = Scheduler(64, depth=1, async_steps=0, pace=Pace(0.05, 64))
+    scheduler = Scheduler(64, depth=1, async_steps=0, pace=Pace(0.05, 64), turns=True)
     answering = [sequence(0, 10, Decoding)]
     scheduler.add(sequence(1, 100, Prefilling))
     for _ in range(3):
@@ -449,7 +496,8 @@ def test_every_state_has_the_bits_of_a_run_by_itself_with_the_edges_its_manifest
     alone = lab.engine(grid=256)
     expected = [Answer(alone, Prompt(prompt), max_tokens=40).tokens for prompt in prompts]
     alone.stop()
-    engine = lab.engine(grid=256, max_gap=1e-9, async_steps=async_steps)  # every chunk beside an answer is too long
+    tiny = 1e-9  # every chunk beside an answer is too long
+    engine = lab.engine(grid=256, turns=True, max_gap=tiny, async_steps=async_steps)
     with arriving_together(engine):
         answers = [Answer(engine, Prompt(prompt), max_tokens=40) for prompt in prompts]
     assert [answer.tokens for answer in answers] == expected
@@ -467,8 +515,37 @@ def test_every_state_has_the_bits_of_a_run_by_itself_with_the_edges_its_manifest
     assert shorter is not pauses, "chunks are cut beside answers, or keep their length"
 
 
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("spans", [(), (Span(0, 4), Span(4, 8))], ids=["one stage", "two stages"])
+def test_beside_answers_chunks_that_share_batches_are_shorter_and_have_the_bits_of_whole_ones(
+    make_tiny: Any, kind: str, spans: tuple[Span, ...]
+) -> None:
+    lab = Lab(make_tiny(kind))
+    prompts = [random_tokens(count, seed) for seed, count in enumerate((70, 600, 520))]
+    whole = lab.engine(grid=256)
+    expected = [Answer(whole, Prompt(prompt), max_tokens=40).tokens for prompt in prompts]
+    whole.stop()
+    engine = lab.engine(grid=256, max_gap=1e-9, spans=spans)
+    answers = list[Answer]()
+
+    def ask(count: int) -> None:
+        if count == 3:
+            answers.extend(Answer(engine, Prompt(prompt), max_tokens=40) for prompt in prompts[1:])
+
+    first = Answer(engine, Prompt(prompts[0]), max_tokens=120, at_token=ask)
+    assert first.finished
+    assert [answer.tokens for answer in answers] == expected[1:]
+    assert first.tokens[:40] == expected[0]
+    engine.stop()
+    assert isinstance(engine.prefixes, RecordingCache)
+    long = [s for s in engine.prefixes.seen if s.position in (520, 600)]
+    assert long and all(cut % LEAST == 0 or cut == s.position for s in long for e in s.stretches for cut in e.cuts)
+    assert any(len(stretch.cuts) > 4 for s in long for stretch in s.stretches), "chunks of 64 rows"
+    assert all(same_bits(snapshot, lab.cold(snapshot)) for snapshot in long), "with the same edges"
+
+
 def test_no_step_is_launched_on_top_of_a_block_whose_drafts_may_be_refused() -> None:
-    scheduler = Scheduler(2048, depth=2, async_steps=1, pace=Pace(0.05, 2048), block_rows=2)
+    scheduler = Scheduler(2048, depth=2, async_steps=1, pace=Pace(0.05, 2048), turns=True, block_rows=2)
     drafting, other = (sequence(slot, 10, Decoding) for slot in (0, 1))
     drafting.in_flight, drafting.verifying = 1, True
     step = scheduler.next_batch([drafting, other], lambda sequence, end: True)

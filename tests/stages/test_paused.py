@@ -338,7 +338,7 @@ def test_beside_answers_a_prompt_comes_in_by_sections_and_nobody_gets_another_to
     alone = lab.engine(grid=256)
     expected = [Answer(alone, Prompt(prompt), max_tokens=60).tokens for prompt in (short, long)]
     alone.stop()
-    engine = lab.engine(grid=256, max_gap=1e-9, async_steps=async_steps)
+    engine = lab.engine(grid=256, turns=True, max_gap=1e-9, async_steps=async_steps)
     between = list[tuple[int, int]]()  # sections and steps that were on their way when something came back
     collect = engine._collector.collect
 
@@ -365,7 +365,7 @@ def test_a_prompt_that_ends_one_token_behind_an_edge_has_the_answer_of_a_run_by_
     alone = lab.engine(grid=256)
     expected = Answer(alone, long, max_tokens=5).tokens
     alone.stop()
-    engine = lab.engine(grid=256, max_gap=1e-9)
+    engine = lab.engine(grid=256, turns=True, max_gap=1e-9)
     _, second = beside(engine, Prompt(random_tokens(30, 1)), 200, long, max_tokens=5)
     assert second.tokens == expected
     assert Answer(engine, long, max_tokens=5).tokens == expected, "restored, with the logits that were captured"
@@ -374,7 +374,7 @@ def test_a_prompt_that_ends_one_token_behind_an_edge_has_the_answer_of_a_run_by_
 
 @pytest.mark.parametrize("pool", [{"kv_mode": "sparse", "host_pages": 60}, {"host_pages": 60}], ids=str)
 def test_chunks_that_cannot_pause_are_shorter_beside_answers(make_tiny: Any, pool: dict[str, Any]) -> None:
-    engine = Lab(make_tiny("dense"), recorded=True).engine(grid=1024, max_gap=1e-9, pages=20, pool=pool)
+    engine = Lab(make_tiny("dense"), recorded=True).engine(grid=1024, turns=True, max_gap=1e-9, pages=20, pool=pool)
     forward, rows = engine.pipeline.forward, list[int]()
 
     def noting(batch: Batch, pending: Any = None) -> Any:
@@ -391,7 +391,7 @@ def test_chunks_that_cannot_pause_are_shorter_beside_answers(make_tiny: Any, poo
 @pytest.mark.parametrize("how", ["cancelled", "stopped", "failed"])
 def test_a_request_that_ends_while_its_prompt_pauses_leaves_nothing_behind(make_tiny: Any, how: str) -> None:
     lab = Lab(make_tiny("dense"), recorded=True)
-    engine = lab.engine(grid=256, max_gap=1e-9)
+    engine = lab.engine(grid=256, turns=True, max_gap=1e-9)
     expected = Answer(engine, Prompt(random_tokens(700, 2)), max_tokens=5).tokens
     run_sections, seen = engine._launcher._run_sections, list[int]()
 

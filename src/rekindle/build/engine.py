@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("rekindle.build")
 
 # Milliseconds between two tokens of an answer while prompts come in, where nobody says how many: with chunks that
-# pause, which costs the prompt little, and with chunks that are made shorter, each of which reads all weights.
-PAUSED_GAP, SHORTER_GAP = 16, 50
+# pause, which costs the prompt little; with chunks that are made shorter, each of which reads all weights; and where
+# these share their batches with steps, since a device is slow or far away.
+PAUSED_GAP, SHORTER_GAP, SHARED_GAP = 16, 50, 250
 
 
 def build_engine(
@@ -200,11 +201,13 @@ def _engine_settings(
     config: Config, model: Model, plans: Sequence[Plan], drafter: DraftWeights | None
 ) -> EngineSettings:
     plan, devices = plans[0], [stage.device.name for plan in plans for stage in plan.stages]
-    gap, shorter_gap = _gaps(config, plan)
+    turns = _takes_turns(plan)
+    gap, shorter_gap = _gaps(config.max_gap, turns)
     return EngineSettings(
         context=plan.wishes.context,
         queue=config.queue,
         grid=plan.wishes.chunk,
+        turns=turns,
         max_gap=gap,
         shorter_gap=shorter_gap,
         audit=config.audit,
@@ -214,15 +217,11 @@ def _engine_settings(
     )
 
 
-def _gaps(config: Config, plan: Plan) -> tuple[float | None, float | None]:
-    """Seconds between two tokens of an answer while prompts come in, with chunks that pause and with shorter ones; None
-    where chunks and steps do not take turns."""
-    if _takes_turns(plan):
-        pausing, shorter = (PAUSED_GAP, SHORTER_GAP) if config.max_gap is None else (config.max_gap,) * 2
-        return pausing / 1000, shorter / 1000
-    if config.max_gap is not None:
-        log.warning("--max-gap %d has no effect: it is for models that lie on GPUs of this machine", config.max_gap)
-    return None, None
+def _gaps(asked: int | None, turns: bool) -> tuple[float, float]:
+    """Seconds between two tokens of an answer while prompts come in, with chunks that pause and with shorter ones."""
+    usual = (PAUSED_GAP, SHORTER_GAP) if turns else (SHARED_GAP, SHARED_GAP)
+    pausing, shorter = usual if asked is None else (asked, asked)
+    return pausing / 1000, shorter / 1000
 
 
 def _takes_turns(plan: Plan) -> bool:

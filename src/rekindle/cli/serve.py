@@ -68,9 +68,9 @@ def serve(
     max_gap: Annotated[
         int | None,
         typer.Option(
-            help="Milliseconds between two tokens of an answer while another request's prompt comes in: a target, on "
-            "GPUs of this machine only; longer while several prompts wait. If left out 16, or 50 where a chunk of the "
-            "prompt cannot pause for answers and is made shorter (several GPUs, sparse KV)."
+            help="Milliseconds between two tokens of an answer while another request's prompt comes in: a target; "
+            "longer while several prompts wait. If left out 16 on a GPU, 50 where a chunk of the prompt cannot pause "
+            "for answers and is made shorter (several GPUs, sparse KV), 250 on CPUs and over shards."
         ),
     ] = None,
     dtype: options.Dtype = None,

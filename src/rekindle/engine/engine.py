@@ -37,7 +37,7 @@ from rekindle.engine.inbox import Inbox
 from rekindle.engine.intake import make_sequence
 from rekindle.engine.kept_slots import KeptSlots
 from rekindle.engine.launch import Launcher
-from rekindle.engine.pace import Pace
+from rekindle.engine.pace import LEAST, Pace
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.recorded_draws import RecordedDraws
 from rekindle.engine.recovery import Recovery
@@ -72,7 +72,8 @@ class EngineSettings:
     queue: int = 256  # requests that may wait for a slot
     async_steps: int = 0  # steps launched before the token of the last one is known; 0 leaves it to the pipeline
     grid: int = 512  # prefill chunk; the same edges give the same bits
-    max_gap: float | None = None  # seconds between tokens where chunks take turns with decode steps (GPUs); else None
+    turns: bool = False  # chunks and decode steps take turns (GPUs of this process); else they share batches
+    max_gap: float | None = None  # seconds between two tokens of an answer while prompts come in; None: no target
     shorter_gap: float | None = None  # the same where a chunk cannot pause and is made shorter; None: as long
     audit: int = 0  # one in this many restores is computed again, cold, and compared; 0 audits nothing
     drawable: int | None = None  # ids below it may be drawn, others are padding; None: the vocabulary is not known
@@ -95,7 +96,7 @@ class Engine:
     def _wire(self) -> None:
         pipeline, prefixes, settings = self.pipeline, self.prefixes, self.settings
         grid, async_steps = settings.grid, settings.async_steps or pipeline.async_steps
-        pace = None if settings.max_gap is None else Pace(settings.max_gap, grid, settings.shorter_gap)
+        pace = _pace(settings, pipeline.depth)
         drafter = pipeline.drafter
         chained = drafter is not None and drafter.chained
         costs = None
@@ -110,7 +111,7 @@ class Engine:
         reach = drafter.reach if drafter is not None else 0
         block_rows = None if pipeline.on_cpu else BLOCK_ROWS
         self._scheduler = scheduler = Scheduler(
-            grid, pipeline.depth, async_steps, pace, block_rows, proposer, reach, pipeline.can_pause
+            grid, pipeline.depth, async_steps, pace, settings.turns, block_rows, proposer, reach, pipeline.can_pause
         )
         on_cpu = all(stage.device == "cpu" for stage in pipeline.stages)
         # Elsewhere a launch is all of the work, or a wait for another process.
@@ -126,7 +127,7 @@ class Engine:
         self._audits = AuditRuns(pipeline, self._auditor, roster, inbox, endings, grid)
         self._launcher = Launcher(pipeline, scheduler, self._flights, roster, publisher, endings, grid)
         self._collector = Collector(
-            pipeline, self._flights, roster, publisher, self._audits, endings, self._totals, pace, costs
+            pipeline, self._flights, roster, publisher, self._audits, endings, self._totals, pace, settings.turns, costs
         )
         self._restorer = Restorer(
             pipeline, prefixes, roster, publisher, self._auditor, endings, self._note_loaded, grid, settings.drawable
@@ -337,3 +338,13 @@ class Engine:
             if self._publisher.awaits_any and self._inbox.comes_within(LOOK):
                 return False
         return bool(self._roster.line) or not self._audits.start()
+
+
+def _pace(settings: EngineSettings, depth: int) -> Pace | None:
+    """Where batches are shared the first chunk beside an answer is short: nobody knows yet what one takes here. And a
+    token goes through all stages, each of which has a chunk at work."""
+    if settings.max_gap is None:
+        return None
+    if settings.turns:
+        return Pace(settings.max_gap, settings.grid, settings.shorter_gap)
+    return Pace(settings.max_gap / depth, settings.grid, first=LEAST)

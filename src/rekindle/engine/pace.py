@@ -1,7 +1,7 @@
 """What a prefill chunk may take while other sequences answer: the gap between two of their tokens has a target.
 
 A chunk that can pause between its layers has its full length, and so many of its sections run between two steps as fit.
-Others are made shorter, though each of them reads all weights.
+Others are made shorter, though each of them reads all weights; so are those that share their batch with decode rows.
 
 A longer context or another program makes chunks of all sizes slower, so what is remembered of sizes is how they
 compare: what twice the rows take. How fast the machine is now, the last chunk says.
@@ -14,7 +14,7 @@ from math import log2
 
 log = logging.getLogger("rekindle.engine")
 
-FIRST, LEAST = 512, 64  # rows of a chunk while others answer: before anything is known, and at least
+FIRST, LEAST = 512, 64  # rows of a chunk while others answer: before anything is known on a GPU, and at least
 DOUBLED = 1.5  # times as long that twice the rows take, where nothing is known: weights are read once for all rows
 MOST_DOUBLED = 2.2  # that is believed; the least is as long
 HALVED = 0.75  # half the rows must not take more, or the prompt would wait twice as long for next to nothing
@@ -28,15 +28,15 @@ class Pace:
     """Rows of a chunk beside running answers: as many as the target for gaps allows, by the time the last ones took,
     whether anybody was answering then or not."""
 
-    def __init__(self, max_gap: float, grid: int, shorter_gap: float | None = None) -> None:
+    def __init__(self, max_gap: float, grid: int, shorter_gap: float | None = None, first: int = FIRST) -> None:
         """max_gap: seconds between two tokens of an answer, while one prompt comes in; shorter_gap: where chunks are
-        made shorter for it, if that is another."""
+        made shorter for it, if that is another. first: rows of a chunk beside answers, before anything is known."""
         self.max_gap = max_gap
         self._shorter_gap = max_gap if shorter_gap is None else shorter_gap
         self._sizes = [grid]
         while self._sizes[0] % 2 == 0 and self._sizes[0] // 2 >= LEAST:
             self._sizes.insert(0, self._sizes[0] // 2)
-        self._first = max((size for size in self._sizes if size <= FIRST), default=self._sizes[0])
+        self._first = max((size for size in self._sizes if size <= first), default=self._sizes[0])
         self._doubled = dict.fromkeys(self._sizes[:-1], DOUBLED)  # by size: times as long that twice the rows take
         self._step = 0.0  # seconds of the last decode step
         self._last: tuple[int, float] | None = None  # the last chunk of such a size: rows and seconds
@@ -49,6 +49,10 @@ class Pace:
         ms later, and for a step of 17 ms seven sections of a chunk were let in instead of five."""
         known = self._step
         self._step = min(seconds, GROWN * known) if at_most and known else seconds
+
+    def note_shared(self, rows: int, seconds: float) -> None:
+        """A chunk of so many rows, in one batch with a step of those who answer."""
+        self.note_chunk(rows, max(seconds - self._step, seconds / 2))
 
     def note_chunk(self, rows: int, seconds: float, share: float = 1.0, at_most: bool = False) -> None:
         """share: of its layers, that ran. at_most: as of a step. Chunks of other sizes, which ended early at a

@@ -1,13 +1,14 @@
 """What runs next: the decode rows of all sequences that have a token, and about one grid chunk's worth of prefill.
 
-A chunk is never cut to fit a batch: its edges are a function of position (law 2). So a batch holds at most one chunk
-more than the budget asks for, and a long prefill never stalls the streams of others for longer than one chunk.
+While nobody answers a chunk is never cut to fit a batch: its edges are a function of position (law 2), and a batch
+holds at most one chunk more than the budget asks for. While others answer, the gap between two of their tokens has a
+target (`pace.py`), and chunks are shorter where they would take longer; an edge that comes of it lies off the grid, and
+the manifest records it like every other cut.
 
-On GPUs chunks and decode rows take turns instead (the scheduler has a Pace): either is a recorded step then, which
-costs the host next to nothing, and a chunk alone in its batch has the bits of a cold run. Short chunks of several
-prompts share a step, since it reads the weights once for all of them. While others answer, a chunk pauses between its
-layers for their steps, so that the gap in their answers stays below a target. Where it cannot pause, it is shorter
-instead; an edge that comes of it lies off the grid, and the manifest records it like every other cut.
+On GPUs of this process chunks and decode rows take turns: either is a recorded step then, which costs the host next to
+nothing, and a chunk alone in its batch has the bits of a cold run. Short chunks of several prompts share a step, since
+it reads the weights once for all of them. There a chunk that can pauses between its layers for others' steps, and keeps
+its length.
 """
 
 from __future__ import annotations
@@ -45,16 +46,20 @@ class Scheduler:
         depth: int,
         async_steps: int,
         pace: Pace | None = None,
+        turns: bool = False,
         block_rows: int | None = None,
         proposer: Proposer | None = None,
         reach: int = 0,
         can_pause: Callable[[int], bool] = lambda rows: False,
     ) -> None:
-        """can_pause: whether a chunk of so many rows can pause between its layers now."""
+        """turns: chunks and decode rows take turns, by a pace; else they share batches. can_pause: whether a chunk of
+        so many rows can pause between its layers now."""
+        assert pace is not None or not turns, "whoever takes turns needs a pace"
         self.grid = grid
         self.depth = depth  # batches that keep every stage busy
         self.async_steps = async_steps  # steps launched before the token of the last one is known
-        self.pace = pace  # None: chunks and decode rows share batches
+        self.pace = pace  # None: chunks have their full length beside answers too
+        self._turns = pace if turns else None
         self.block_rows = block_rows  # of all blocks of a batch together, where they are bounded
         self.proposer = proposer or Proposer()
         self._reach = reach  # positions of which a drafter reads features; 0: there is none
@@ -84,7 +89,7 @@ class Scheduler:
         """Whether no prompt that is still to come could share the next chunk with those that wait for theirs. False
         where chunks and decode rows share batches."""
         waiting = self._waiting
-        if self.pace is None or not waiting:
+        if self._turns is None or not waiting:
             return False
         first = waiting[0]
         return first.next_chunk_end(self.grid) - first.position > SHARED or self.is_crowded
@@ -92,7 +97,7 @@ class Scheduler:
     @property
     def is_crowded(self) -> bool:
         """Whether as many prompts wait for a chunk as could share one."""
-        return self.pace is not None and len(self._waiting) >= max(SHARERS)
+        return self._turns is not None and len(self._waiting) >= max(SHARERS)
 
     @property
     def _waiting(self) -> list[Sequence]:
@@ -104,10 +109,10 @@ class Scheduler:
         are kept for a rewind, and those of a chunk are too many."""
         rows, chunks = self._decode_turn(decoding), self._chunk_turns(decoding)
         drafts = self._may_draft(decoding)
-        if self.pace is None:
-            return self._share(rows, chunks, fits, drafts)
+        if self._turns is None:
+            return self._share(rows, chunks, fits, drafts, self._longest_beside(decoding, len(chunks)))
         chunk_first = chunks and not (rows and self._chunk_was_last)
-        step = self._next_chunks(chunks, decoding, self.pace, fits) if chunk_first else None
+        step = self._next_chunks(chunks, decoding, self._turns, fits) if chunk_first else None
         self._chunk_was_last = step is not None
         return step or _step(*self._rows_that_fit(rows, fits, drafts))
 
@@ -121,18 +126,27 @@ class Scheduler:
 
     def sections(self, batch: Batch, sections: int, decoding: list[Sequence]) -> int:
         """How many sections of such a chunk run before the next step of those who answer."""
-        if self.pace is None or all(s.background for s in decoding):
+        if self._turns is None or all(s.background for s in decoding):
             return sections
         others = sum(s.in_flight == 0 for s in self._chunk_turns(decoding))
-        return self.pace.sections(batch.rows, sections, len(batch.segments) + others)
+        return self._turns.sections(batch.rows, sections, len(batch.segments) + others)
 
-    def _share(self, rows: list[Sequence], chunks: list[Sequence], fits: Fits, drafts: bool) -> Step | None:
-        """Decode rows and chunks in one batch, chunks until they hold a grid's worth of tokens."""
+    def _longest_beside(self, decoding: list[Sequence], waiting: int) -> int | None:
+        """Rows that chunks of one batch have together at most, for the sake of those who answer."""
+        if self.pace is None or not waiting or all(s.background for s in decoding):
+            return None
+        return self.pace.rows(waiting)
+
+    def _share(
+        self, rows: list[Sequence], chunks: list[Sequence], fits: Fits, drafts: bool, most: int | None
+    ) -> Step | None:
+        """Decode rows and chunks in one batch, chunks until they hold `most` tokens, or else a grid's worth."""
         segments, ahead = self._rows_that_fit(rows, fits, drafts and not chunks)
-        budget = self.grid
+        budget = self.grid if most is None else most
         for sequence in chunks:
-            end = sequence.next_chunk_end(self.grid)
-            if not fits(sequence, end):
+            end = sequence.next_chunk_end(self.grid, most)
+            too_many = most is not None and budget < end - sequence.position
+            if too_many or not fits(sequence, end):
                 break
             segments.append((self._chunk(sequence, end), sequence))
             self._prefilling.rotate(-1)
