@@ -5,8 +5,8 @@ results of the oldest step. Each verb has a file of its own:
 
     receive    inbox, intake (a request becomes a sequence)
     admit      admission, restore, loader (reads from slow tiers), twins (waiting for one another's prefix)
-    schedule   scheduler, chunks, pace, drafting (what is proposed), ahead (blocks that the device knows before the
-               host), forcing (tokens that must come)
+    schedule   scheduler, chunks, pace, shared_pace, drafting (what is proposed), ahead (blocks that the device knows
+               before the host), forcing (tokens that must come)
     launch     launch, flight (a step under way), sampler, recorded_draws (on a GPU), to_host
     collect    results, publisher (captures → snapshots), account, sums
     end        endings, recovery (a stage was lost), audit and audit_runs (restores computed again)
@@ -37,7 +37,7 @@ from rekindle.engine.inbox import Inbox
 from rekindle.engine.intake import make_sequence
 from rekindle.engine.kept_slots import KeptSlots
 from rekindle.engine.launch import Launcher
-from rekindle.engine.pace import LEAST, Pace
+from rekindle.engine.pace import Pace
 from rekindle.engine.publisher import Publisher
 from rekindle.engine.recorded_draws import RecordedDraws
 from rekindle.engine.recovery import Recovery
@@ -47,6 +47,7 @@ from rekindle.engine.roster import Roster
 from rekindle.engine.sampler import warm_up_draws
 from rekindle.engine.scheduler import BLOCK_ROWS, Scheduler
 from rekindle.engine.sequence import Sequence
+from rekindle.engine.shared_pace import SharedPace
 from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.twins import Twins
 from rekindle.engine.types import CacheReport, EngineStatus, Request
@@ -96,7 +97,7 @@ class Engine:
     def _wire(self) -> None:
         pipeline, prefixes, settings = self.pipeline, self.prefixes, self.settings
         grid, async_steps = settings.grid, settings.async_steps or pipeline.async_steps
-        pace = _pace(settings, pipeline.depth)
+        pace = _pace(settings)
         drafter = pipeline.drafter
         chained = drafter is not None and drafter.chained
         costs = None
@@ -111,7 +112,7 @@ class Engine:
         reach = drafter.reach if drafter is not None else 0
         block_rows = None if pipeline.on_cpu else BLOCK_ROWS
         self._scheduler = scheduler = Scheduler(
-            grid, pipeline.depth, async_steps, pace, settings.turns, block_rows, proposer, reach, pipeline.can_pause
+            grid, pipeline.depth, async_steps, pace, block_rows, proposer, reach, pipeline.can_pause
         )
         on_cpu = all(stage.device == "cpu" for stage in pipeline.stages)
         # Elsewhere a launch is all of the work, or a wait for another process.
@@ -127,7 +128,7 @@ class Engine:
         self._audits = AuditRuns(pipeline, self._auditor, roster, inbox, endings, grid)
         self._launcher = Launcher(pipeline, scheduler, self._flights, roster, publisher, endings, grid)
         self._collector = Collector(
-            pipeline, self._flights, roster, publisher, self._audits, endings, self._totals, pace, settings.turns, costs
+            pipeline, self._flights, roster, publisher, self._audits, endings, self._totals, pace, costs
         )
         self._restorer = Restorer(
             pipeline, prefixes, roster, publisher, self._auditor, endings, self._note_loaded, grid, settings.drawable
@@ -340,11 +341,9 @@ class Engine:
         return bool(self._roster.line) or not self._audits.start()
 
 
-def _pace(settings: EngineSettings, depth: int) -> Pace | None:
-    """Where batches are shared the first chunk beside an answer is short: nobody knows yet what one takes here. And a
-    token goes through all stages, each of which has a chunk at work."""
+def _pace(settings: EngineSettings) -> Pace | SharedPace | None:
     if settings.max_gap is None:
         return None
     if settings.turns:
         return Pace(settings.max_gap, settings.grid, settings.shorter_gap)
-    return Pace(settings.max_gap / depth, settings.grid, first=LEAST)
+    return SharedPace(settings.max_gap, settings.grid)

@@ -1,7 +1,7 @@
 """What a prefill chunk may take while other sequences answer: the gap between two of their tokens has a target.
 
 A chunk that can pause between its layers has its full length, and so many of its sections run between two steps as fit.
-Others are made shorter, though each of them reads all weights; so are those that share their batch with decode rows.
+Others are made shorter, though each of them reads all weights.
 
 A longer context or another program makes chunks of all sizes slower, so what is remembered of sizes is how they
 compare: what twice the rows take. How fast the machine is now, the last chunk says.
@@ -14,7 +14,7 @@ from math import log2
 
 log = logging.getLogger("rekindle.engine")
 
-FIRST, LEAST = 512, 64  # rows of a chunk while others answer: before anything is known on a GPU, and at least
+FIRST, LEAST = 512, 64  # rows of a chunk while others answer: before anything is known, and at least
 DOUBLED = 1.5  # times as long that twice the rows take, where nothing is known: weights are read once for all rows
 MOST_DOUBLED = 2.2  # that is believed; the least is as long
 HALVED = 0.75  # half the rows must not take more, or the prompt would wait twice as long for next to nothing
@@ -24,19 +24,25 @@ FADE = 0.99  # of what is known beside the usual, with every chunk: the machine 
 MOST_STRETCHED = 4  # times the target, while many prompts wait
 
 
+def chunk_sizes(grid: int) -> list[int]:
+    """The grid and its halves, the smallest first."""
+    sizes = [grid]
+    while sizes[0] % 2 == 0 and sizes[0] // 2 >= LEAST:
+        sizes.insert(0, sizes[0] // 2)
+    return sizes
+
+
 class Pace:
     """Rows of a chunk beside running answers: as many as the target for gaps allows, by the time the last ones took,
     whether anybody was answering then or not."""
 
-    def __init__(self, max_gap: float, grid: int, shorter_gap: float | None = None, first: int = FIRST) -> None:
+    def __init__(self, max_gap: float, grid: int, shorter_gap: float | None = None) -> None:
         """max_gap: seconds between two tokens of an answer, while one prompt comes in; shorter_gap: where chunks are
-        made shorter for it, if that is another. first: rows of a chunk beside answers, before anything is known."""
+        made shorter for it, if that is another."""
         self.max_gap = max_gap
         self._shorter_gap = max_gap if shorter_gap is None else shorter_gap
-        self._sizes = [grid]
-        while self._sizes[0] % 2 == 0 and self._sizes[0] // 2 >= LEAST:
-            self._sizes.insert(0, self._sizes[0] // 2)
-        self._first = max((size for size in self._sizes if size <= first), default=self._sizes[0])
+        self._sizes = chunk_sizes(grid)
+        self._first = max((size for size in self._sizes if size <= FIRST), default=self._sizes[0])
         self._doubled = dict.fromkeys(self._sizes[:-1], DOUBLED)  # by size: times as long that twice the rows take
         self._step = 0.0  # seconds of the last decode step
         self._last: tuple[int, float] | None = None  # the last chunk of such a size: rows and seconds
@@ -49,10 +55,6 @@ class Pace:
         ms later, and for a step of 17 ms seven sections of a chunk were let in instead of five."""
         known = self._step
         self._step = min(seconds, GROWN * known) if at_most and known else seconds
-
-    def note_shared(self, rows: int, seconds: float) -> None:
-        """A chunk of so many rows, in one batch with a step of those who answer."""
-        self.note_chunk(rows, max(seconds - self._step, seconds / 2))
 
     def note_chunk(self, rows: int, seconds: float, share: float = 1.0, at_most: bool = False) -> None:
         """share: of its layers, that ran. at_most: as of a step. Chunks of other sizes, which ended early at a
@@ -84,12 +86,11 @@ class Pace:
         return max(fitting, default=least)
 
     def sections(self, rows: int, sections: int, waiting: int = 1) -> int:
-        """How many of a chunk's sections run between two steps: at least for as long as a step, else the prompt would
-        take more than twice its time."""
+        """How many of a chunk's sections run between two steps."""
         if self._latest is None:
             return 1
         expected = max(1e-6, self._by_latest(rows))
-        room = max(self._step, self._room(self.max_gap, waiting))
+        room = self._room(self.max_gap, waiting)
         return max(1, min(sections, int(sections * room / expected)))
 
     def _by_latest(self, rows: int) -> float:
@@ -100,8 +101,9 @@ class Pace:
 
     def _room(self, gap: float, waiting: int) -> float:
         """Seconds between two steps that chunks may have. With every prompt that waits it is the target once more: of
-        many that come at once most would else wait for the sake of a few answers."""
-        return gap * min(MOST_STRETCHED, waiting) - self._step
+        many that come at once most would else wait for the sake of a few answers. And at least as long as a step, or a
+        prompt would take more than twice its time."""
+        return max(self._step, gap * min(MOST_STRETCHED, waiting) - self._step)
 
     def _least_useful(self) -> int:
         """The smallest size down to which every halving makes chunks shorter."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Sequential
 
-from rekindle.batch import Batch, Wanted
+from rekindle.batch import Wanted
 from rekindle.engine.account import Totals
 from rekindle.engine.ahead import PassBehind
 from rekindle.engine.audit_runs import AuditRuns
@@ -16,6 +16,7 @@ from rekindle.engine.publisher import Publisher
 from rekindle.engine.roster import Roster
 from rekindle.engine.sampler import are_drawable, logprob_of, logprobs_of
 from rekindle.engine.sequence import AnswerEnd, Sequence
+from rekindle.engine.shared_pace import SharedPace
 from rekindle.engine.to_host import DrawnTokens
 from rekindle.engine.types import FinishReason, PromptLogprobs, Token, TokenLogprob
 from rekindle.errors import StageLost
@@ -35,11 +36,9 @@ class Collector:
         audits: AuditRuns,
         endings: Endings,
         totals: Totals,
-        pace: Pace | None,
-        turns: bool,
+        pace: Pace | SharedPace | None,
         costs: Costs | None = None,
     ) -> None:
-        """turns: chunks and decode rows take turns; else they share batches."""
         self._pipeline = pipeline
         self._flights = flights
         self._roster = roster
@@ -48,7 +47,6 @@ class Collector:
         self._endings = endings
         self._totals = totals
         self._pace = pace
-        self._turns = turns
         self._costs = costs  # of steps with and without drafts, where they are measured
         self._last_back = 0.0  # when the last flight came back, by a monotonic clock …
         self._was_over = False  # … or rather when somebody looked, since it was over before
@@ -155,28 +153,18 @@ class Collector:
             self._costs.note_step(len(flight.owners), flight.batch.rows, seconds)
         if self._pace is None or flight.batch.rewindable:
             return
-        if not self._turns:
-            self._note_shared(flight.batch, self._last_back - max(flight.launched, last), self._pace)
+        if isinstance(self._pace, SharedPace):
+            chunks = sum(len(segment) for segment in flight.batch.segments if len(segment) > 1)
+            self._pace.note(chunks, self._last_back - flight.launched)
         elif flight.batch.rows > len(flight.batch.segments):
             self._note_chunk(flight, self._last_back - began, was_over)
         elif begin_known:
             self._pace.note_step(self._last_back - began, at_most=was_over)
 
-    @staticmethod
-    def _note_shared(batch: Batch, seconds: float, pace: Pace) -> None:
-        """Of decode rows, of chunks, or of both."""
-        chunks = sum(len(segment) for segment in batch.segments if len(segment) > 1)
-        if not chunks:
-            pace.note_step(seconds)
-        elif chunks == batch.rows:
-            pace.note_chunk(chunks, seconds)
-        else:
-            pace.note_shared(chunks, seconds)
-
     def _note_chunk(self, chunk: Flight | ChunkSection, seconds: float, was_over: bool) -> None:
         """Of sections as of a whole; what the stage itself had run before has taken no time. A chunk with padding takes
         as long as the whole step that serves it, so it says nothing where it ran whole."""
-        if self._pace is not None and chunk.share and (chunk.share < 1 or fills_its_step(chunk.batch)):
+        if isinstance(self._pace, Pace) and chunk.share and (chunk.share < 1 or fills_its_step(chunk.batch)):
             self._pace.note_chunk(chunk.batch.rows, seconds, chunk.share, at_most=was_over)
 
     # Rows

@@ -2,13 +2,13 @@
 
 While nobody answers a chunk is never cut to fit a batch: its edges are a function of position (law 2), and a batch
 holds at most one chunk more than the budget asks for. While others answer, the gap between two of their tokens has a
-target (`pace.py`), and chunks are shorter where they would take longer; an edge that comes of it lies off the grid, and
-the manifest records it like every other cut.
+target (`shared_pace.py`), and chunks are shorter where they would take longer; an edge that comes of it lies off the
+grid, and the manifest records it like every other cut.
 
 On GPUs of this process chunks and decode rows take turns: either is a recorded step then, which costs the host next to
 nothing, and a chunk alone in its batch has the bits of a cold run. Short chunks of several prompts share a step, since
-it reads the weights once for all of them. There a chunk that can pauses between its layers for others' steps, and keeps
-its length.
+it reads the weights once for all of them. There (`pace.py`) a chunk that can pauses between its layers for others'
+steps, and keeps its length.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rekindle.engine.ahead import Ahead
 from rekindle.engine.drafting import Proposals, Proposer
 from rekindle.engine.pace import Pace
 from rekindle.engine.sequence import Sequence
+from rekindle.engine.shared_pace import SharedPace
 from rekindle.speculative.width import MOST
 from rekindle.stages.layout import FEW_SHARERS, LEAST_SHARED, LONGEST_CHUNK, MANY_FILL, SHARED, SHARERS
 
@@ -45,21 +46,20 @@ class Scheduler:
         grid: int,
         depth: int,
         async_steps: int,
-        pace: Pace | None = None,
-        turns: bool = False,
+        pace: Pace | SharedPace | None = None,
         block_rows: int | None = None,
         proposer: Proposer | None = None,
         reach: int = 0,
         can_pause: Callable[[int], bool] = lambda rows: False,
     ) -> None:
-        """turns: chunks and decode rows take turns, by a pace; else they share batches. can_pause: whether a chunk of
-        so many rows can pause between its layers now."""
-        assert pace is not None or not turns, "whoever takes turns needs a pace"
+        """pace: by a `Pace` chunks and decode rows take turns, by a `SharedPace` they share batches; without one they
+        share them too, and chunks have their full length beside answers. can_pause: whether a chunk of so many rows can
+        pause between its layers now."""
         self.grid = grid
         self.depth = depth  # batches that keep every stage busy
         self.async_steps = async_steps  # steps launched before the token of the last one is known
-        self.pace = pace  # None: chunks have their full length beside answers too
-        self._turns = pace if turns else None
+        self._turns = pace if isinstance(pace, Pace) else None
+        self._shared = pace if isinstance(pace, SharedPace) else None
         self.block_rows = block_rows  # of all blocks of a batch together, where they are bounded
         self.proposer = proposer or Proposer()
         self._reach = reach  # positions of which a drafter reads features; 0: there is none
@@ -133,9 +133,9 @@ class Scheduler:
 
     def _longest_beside(self, decoding: list[Sequence], waiting: int) -> int | None:
         """Rows that chunks of one batch have together at most, for the sake of those who answer."""
-        if self.pace is None or not waiting or all(s.background for s in decoding):
+        if self._shared is None or not waiting or all(s.background for s in decoding):
             return None
-        return self.pace.rows(waiting)
+        return self._shared.rows(waiting)
 
     def _share(
         self, rows: list[Sequence], chunks: list[Sequence], fits: Fits, drafts: bool, most: int | None
@@ -149,7 +149,7 @@ class Scheduler:
             if too_many or not fits(sequence, end):
                 break
             segments.append((self._chunk(sequence, end), sequence))
-            self._prefilling.rotate(-1)
+            self._to_the_end_of_the_line(sequence)
             budget -= end - sequence.position
             if budget <= 0:
                 break
@@ -169,10 +169,13 @@ class Scheduler:
         if sum(len(segment) for segment, _ in segments) < MANY_FILL or longest < LONGEST_CHUNK:
             segments = segments[:FEW_SHARERS]
         for _, sequence in segments:
-            self._prefilling.remove(sequence)
-            self._prefilling.append(sequence)
+            self._to_the_end_of_the_line(sequence)
         step = _step(segments)
         return step if step is None else step._replace(pauses=pauses)
+
+    def _to_the_end_of_the_line(self, sequence: Sequence) -> None:
+        self._prefilling.remove(sequence)
+        self._prefilling.append(sequence)
 
     def _sharers(self, chunks: list[Sequence], longest: int) -> list[tuple[Sequence, int]]:
         """The first sequence with its chunk's end, and others whose chunks go along in one step: not where padding to
