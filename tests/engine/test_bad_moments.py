@@ -214,6 +214,19 @@ def test_broken_logits_from_which_nothing_is_drawn_fail_the_request_too(
     engine.stop()
 
 
+@pytest.mark.parametrize("bad", [(torch.nan,), (torch.inf,), (-torch.inf,), (torch.inf, -torch.inf)])
+def test_a_row_of_logits_is_kept_if_every_one_is_a_number(make_tiny: Any, bad: tuple[float, ...]) -> None:
+    """However large they are together."""
+    engine = engine_over(make_tiny("dense").stage(slots=1))
+    publisher = engine._publisher
+    for row in (torch.randn(1001), torch.full((1001,), 3e38)):
+        assert torch.equal(publisher.bring(row).result(), row)
+        row[500 : 500 + len(bad)] = torch.tensor(bad)
+        with pytest.raises(BadLogits):
+            publisher.bring(row).result()
+    engine.stop()
+
+
 def test_one_row_of_a_prompt_without_numbers_fails_who_wants_it_scored(make_tiny: Any) -> None:
     """The last row of the chunk, from which a token could be drawn, is sound."""
     stage = make_tiny("dense").stage(slots=1)
