@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -108,6 +109,26 @@ def test_what_cannot_or_need_not_be_prepared_is_counted_and_the_answer_is_not_hu
     assert ask(house, question)["choices"][0]["message"]["content"] == "ok"
     wait_for_outcome(house, outcome)
     assert len(house.engine.requests) == 1
+
+
+def test_behind_a_call_that_the_limit_cuts_off_no_prompt_is_prepared(quiet_house: Callable[..., House]) -> None:
+    """What its client will send is unknown: it may send the call, mend it or leave it out."""
+    house = quiet_house()
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+    call = '<tool_call>{"name": "now", "arguments": {"zone": "Rome"}}</tool_call>'
+    answer = ask(house, f"[dropped] say({call})", tools=[tool], max_tokens=50)
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "now"
+    wait_for_outcome(house, "impossible")
+    assert len(house.engine.requests) == 1
+
+
+def test_a_prompt_gives_way_to_the_token_loop_before_it_is_rendered(
+    quiet_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gave, house = list[str](), quiet_house()
+    monkeypatch.setattr("rekindle.api.app.give_way", lambda: gave.append(threading.current_thread().name))
+    ask(house, "say(hello)")
+    assert len(gave) == 1 and gave != [threading.main_thread().name]
 
 
 def test_what_would_be_prepared_while_the_server_stops_is_dropped_without_a_word(

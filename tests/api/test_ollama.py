@@ -62,6 +62,15 @@ def test_whole_and_streamed_say_the_same(house: Any, text: str) -> None:
     assert (content, thinking, calls) == (whole.content, whole.thinking or "", list(whole.tool_calls or []))
 
 
+def test_half_a_character_in_a_call_costs_none_of_its_arguments(house: Any) -> None:
+    half = '<tool_call>{"name": "weather", "arguments": {"city": "Rome \\ud83d", "days": 3}}</tool_call>'
+    options = {"num_predict": 1000}
+    whole = client(house).chat("m", ask(half), tools=TOOLS, options=options)
+    streamed = client(house).chat("m", ask(half), tools=TOOLS, options=options, stream=True)
+    found = [*whole.message.tool_calls, *(call for line in streamed for call in line.message.tool_calls or [])]
+    assert [call.function.arguments for call in found] == [{"city": "Rome \ufffd", "days": 3}] * 2
+
+
 def test_a_call_that_the_limit_cuts_off_is_text(house: Any) -> None:
     options = {"num_predict": 60}
     said = client(house).chat("m", ask(CALL), tools=TOOLS, options=options)

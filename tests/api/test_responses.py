@@ -138,6 +138,14 @@ def test_a_function_is_called_with_its_arguments(house: Any) -> None:
     assert house.text.remembered[-1][2]["tool_calls"][0]["id"] == call.call_id
 
 
+def test_half_a_character_in_a_custom_call_costs_none_of_its_input(house: Any) -> None:
+    half = '<tool_call>{"name": "apply_patch", "arguments": {"input": "a \\ud83d b"}}</tool_call>'
+    (call,) = whole(house, half, tools=[PATCH]).output
+    assert (call.type, call.input) == ("custom_tool_call", "a \ufffd b")
+    events = streamed(house, half, tools=[PATCH])
+    assert "".join(e.delta for e in events if e.type == "response.custom_tool_call_input.delta") == call.input
+
+
 def test_a_custom_tool_gets_its_input_as_text(house: Any) -> None:
     (call,) = whole(house, PATCHED, tools=[PATCH]).output
     assert (call.type, call.name, call.input) == ("custom_tool_call", "apply_patch", '*** Begin "Patch"\n+x')

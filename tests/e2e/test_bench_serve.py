@@ -262,3 +262,35 @@ def test_a_load_that_makes_no_sense_is_refused_by_the_name_of_its_option(options
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(BadConfig, match="no address"):
         LoadClient("ftp://host")
+
+
+@pytest.mark.parametrize(
+    ("sent", "failure"),
+    [
+        (b'{"error": "boom"}', "boom"),
+        (b'{"error": {"message": "no"}}', "no"),
+        (b"{oops", "no event of an OpenAI-style stream: {oops"),
+        (b'{"choices": null}', "no event of an OpenAI-style stream"),
+        (b'{"choices": [{"text": 5}]}', "no event of an OpenAI-style stream"),
+        (b'{"choices": [{"text": "a"}], "error": null, "usage": {"prompt_tokens": null}}', None),
+    ],
+)
+def test_an_odd_event_fails_its_own_request_with_what_it_was(sent: bytes, failure: str | None) -> None:
+    async def asked() -> ServedAnswer:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"}")
+            body = b"data: " + sent + b"\n\n"
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server:
+            client = LoadClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            found = await client.ask("odd", client.question([1, 2], 2))
+            client.close()
+            return found
+
+    found = asyncio.run(asked())
+    assert found.prompt == 2
+    assert found.failure is None if failure is None else failure in str(found.failure)

@@ -6,13 +6,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.snapshot_lab import Answer, Lab, random_tokens, wait_until
 
+from rekindle.engine.audit import Audit, Auditor
 from rekindle.engine.engine import Engine
+from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
-from rekindle.snapshots.types import Part, Snapshot
+from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.types import Part, Snapshot, Stretch
 
 
 @pytest.fixture(scope="module", params=["dense", "moe"])
@@ -45,6 +49,22 @@ def test_right_snapshots_pass_whether_born_in_prefill_or_in_decode(lab: Lab) -> 
     assert status.computed_tokens == before.computed_tokens + 90 + 91, "an audit is nobody's prompt"
     assert status.pages.used == 0
     engine.stop()
+
+
+def test_tensors_of_a_part_are_compared_by_name_in_whatever_order_they_come(tmp_path: Path) -> None:
+    """Layers whose states differ in shape and whose windows do not: files hold like beside like."""
+    states = torch.randn(2, 8, 8), torch.randn(2, 4, 4)
+    parts = tuple(Part(layer, {"state": state, "window": torch.randn(3, 5)}) for layer, state in enumerate(states))
+    taken = Snapshot(np.arange(20, dtype=np.int32), parts, torch.randn(16), 512, (Stretch(20, "prefill"),))
+    store = DiskStore(tmp_path, "f" * 64, 1 << 30)
+    loaded = store.load(store.save(taken).id)
+    store.close()
+    auditor = Auditor(PrefixCache(local_tiers(1 << 20)), 1, on_cpu=True)
+    auditor.judge(Audit(None, loaded), taken)
+    assert auditor.mismatches == 0
+    loaded.parts[1].tensors["window"][0, 0] += 1
+    auditor.judge(Audit(None, loaded), taken)
+    assert auditor.mismatches == 1
 
 
 def published(engine: Engine, position: int) -> Snapshot:

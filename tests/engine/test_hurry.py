@@ -17,6 +17,7 @@ from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.hurry import give_way, hurrying, let_pass
 from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Prompt
+from rekindle.spec import Span
 from rekindle.stages import Pipeline
 
 
@@ -114,3 +115,20 @@ def test_a_launch_is_hurried_unless_it_is_all_of_the_work(
     assert Answer(engine, Prompt(random_tokens(100, 1))).finished
     engine.stop()
     assert set(seen) == {device.startswith("cuda")}
+
+
+def test_nobody_gives_way_while_a_slot_is_filled_behind_the_batches_of_several_stages(
+    make_tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token loop waits for these batches meanwhile."""
+    seen, restore = list[bool](), Admission._restore
+
+    def noted(admission: Admission, sequence: Any) -> Any:
+        seen.append(hurrying.now)
+        return restore(admission, sequence)
+
+    monkeypatch.setattr(Admission, "_restore", noted)
+    engine = Lab(make_tiny("dense")).engine(spans=(Span(0, 4), Span(4, 8)))
+    assert Answer(engine, Prompt(random_tokens(100, 1))).finished
+    engine.stop()
+    assert seen and not any(seen)

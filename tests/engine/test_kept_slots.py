@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.answers import arriving_together
 from support.mortal import Mortal
 from support.paper_hall import QUICK
 from support.snapshot_lab import (
@@ -26,11 +27,12 @@ from support.snapshot_lab import (
 )
 
 from rekindle.engine.drafting import Drafts
-from rekindle.engine.engine import Engine, EngineSettings
+from rekindle.engine.engine import AT_FIRST, Engine, EngineSettings
 from rekindle.engine.router import Router
 from rekindle.prefix import HeldStates, PrefixCache, local_tiers
 from rekindle.prompt import Boundary, BoundaryKind, Prompt
 from rekindle.shards import RemoteStage, ShardServer, Terms
+from rekindle.snapshots.disk import DiskStore
 from rekindle.spec import SnapshotBytes, Span
 from rekindle.speculative.lookup import PromptLookup
 from rekindle.stages import LocalStage, Pipeline
@@ -133,6 +135,24 @@ def test_without_any_other_tier_the_next_turn_still_goes_on(dense: Lab) -> None:
     told = Answer(engine, goes_on(answer, prompt)).finished.cache
     assert told.restored_from["device"] == 103 and told.computed == 21
     assert told.miss == "the prompt is new from position 103 on"
+    stop(engine)
+
+
+def test_a_turn_of_a_kept_conversation_is_not_read_from_disk_while_it_waits_for_its_turn(
+    dense: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = dense.engine(tmp_path, ram=0, keeps=True, slots=AT_FIRST + 3, pages=400)
+    prompt = Prompt(random_tokens(150, 1))
+    answer = Answer(engine, prompt)
+    wait_until(lambda: engine.status().cache.entries["disk"] >= 2)
+    read, load = list[str](), DiskStore.load
+    monkeypatch.setattr(DiskStore, "load", lambda store, id: (read.append(id), load(store, id))[1])
+    with arriving_together(engine):
+        others = [Answer(engine, Prompt(random_tokens(70, 10 + seed))) for seed in range(AT_FIRST)]
+        again = Answer(engine, goes_on(answer, prompt))
+    assert all(other.finished for other in others)
+    assert restored(again) == {"device": 153, "ram": 0, "disk": 0}
+    assert not read
     stop(engine)
 
 

@@ -14,7 +14,7 @@ import pytest
 from support.answers import Answer
 
 from rekindle.engine.engine import Engine, EngineSettings
-from rekindle.engine.router import Router
+from rekindle.engine.router import PUBLISHING, Router
 from rekindle.engine.types import Failed, Finished, FinishReason, Request, Sampling, Started
 from rekindle.errors import BadRequest, PromptTooLong, QueueFull, StageLost
 from rekindle.prefix import PrefixCache, local_tiers
@@ -149,6 +149,21 @@ def test_a_conversation_returns_while_its_snapshots_are_still_being_published() 
     assert len(replicas[0].requests) == 4
     router.submit(replace(request_of([*talk(1), 8]), namespace="another"))
     assert len(replicas[1].requests) == 2, "what was run for one name space is no reason for another"
+
+
+def test_when_its_snapshots_have_long_been_published_nothing_is_kept_of_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replicas, now = [PaperReplica(), PaperReplica()], [100.0]
+    monkeypatch.setattr("rekindle.engine.router.time", SimpleNamespace(monotonic=lambda: now[0]))
+    router = Router(cast(Any, replicas))
+    for seed in (1, 2):
+        router.submit(replace(request_of(talk(seed)), id=f"{seed}"))
+    replicas[0].end()
+    assert len(router._just_run) == 1
+    now[0] += PUBLISHING + 1
+    replicas[1].end(FinishReason.CANCELLED)
+    assert not router._just_run
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["running", "just run"])

@@ -504,6 +504,16 @@ def test_one_batch_that_a_stall_made_long_is_soon_forgotten() -> None:
     assert [rows for rows, _ in device.run_prompt()][-1] == usual
 
 
+def test_a_measurement_that_makes_rows_seem_free_keeps_chunks_long_for_some_time_only() -> None:
+    pace = SharedPace(0.01, 512)
+    for rows, seconds in ((0, 1.0), (512, 1.0 + 1e-9)):  # the machine had other work
+        pace.note(rows, seconds)
+    assert pace.rows() == 256, "half of a chunk, down to which a prompt never takes twice its time"
+    for _ in range(400):
+        pace.note(256, 0.1)
+    assert pace.rows() == LEAST
+
+
 def test_where_batches_become_slower_the_next_is_shorter() -> None:
     device = PaperBatches(64, 0.4e-3)
     before = device.run_prompt()[-1][0]

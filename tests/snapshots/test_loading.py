@@ -14,13 +14,14 @@ import pytest
 import torch
 from blake3 import blake3
 from support.paper_snapshots import FINGERPRINT, PaperModel, same
+from support.snapshot_lab import wait_until
 
 from rekindle.errors import BadSnapshotFile
 from rekindle.snapshots import loading
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.files import FileRead, PlainFiles, digest
-from rekindle.snapshots.loading import READERS, Reads
-from rekindle.snapshots.manifest import PAGE_HEADER
+from rekindle.snapshots.loading import READERS, LoadsUnderWay, Reads
+from rekindle.snapshots.manifest import PAGE_HEADER, Manifest
 from rekindle.snapshots.record import Record
 from rekindle.snapshots.slabs import Slabs
 from rekindle.snapshots.types import TAIL, Page, Part, Snapshot, Stretch
@@ -271,6 +272,80 @@ def test_loads_that_memory_cannot_hold_together_wait_for_each_other(tmp_path: Pa
     store.most_in_ram = 1
     assert same(store.load(records[0].id), snapshots[0]), "one that is larger by itself is loaded all the same"
     store.close()
+
+
+def test_a_load_that_waits_for_room_is_overtaken_by_none(tmp_path: Path) -> None:
+    """However many smaller ones come after it."""
+    under_way, entered = LoadsUnderWay(), list[str]()
+    gates = {name: threading.Event() for name in ("first", "large", "small")}
+
+    def load(name: str, nbytes: int) -> None:
+        with under_way.entered(lambda: (nbytes, None), most=100):
+            entered.append(name)
+            gates[name].wait()
+
+    with ThreadPoolExecutor(4) as threads:
+        threads.submit(load, "first", 40)
+        wait_until(lambda: entered == ["first"])
+        threads.submit(load, "large", 90)
+        wait_until(lambda: len(under_way._line) == 1)
+        for _ in range(2):
+            threads.submit(load, "small", 10)
+        wait_until(lambda: len(under_way._line) == 3)
+        assert entered == ["first"]
+        gates["first"].set()
+        wait_until(lambda: entered == ["first", "large", "small"])
+        assert under_way.coming == 100
+        gates["small"].set()
+        gates["large"].set()
+    assert entered == ["first", "large", "small", "small"]
+    assert (under_way.count, under_way.coming, len(under_way._line)) == (0, 0, 0)
+
+
+def test_a_load_that_cannot_say_what_it_needs_keeps_nobody_waiting() -> None:
+    under_way = LoadsUnderWay()
+
+    def fails() -> tuple[int, None]:
+        raise BadSnapshotFile("gone")
+
+    with pytest.raises(BadSnapshotFile), under_way.entered(fails, most=1):
+        raise AssertionError("it must not begin")
+    with under_way.entered(lambda: (5, None), most=1):
+        assert under_way.count == 1
+
+
+def test_a_load_that_has_waited_takes_memory_only_then_and_reads_no_page_that_another_has_brought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two snapshots that share forty pages, and room for one and a half of them."""
+    shared = list(range(40 * PAGE))
+    snapshots = [PaperModel(state=32).snapshot([*shared, *own]) for own in ((1, 2), (3, 4, 5))]
+    records = [saved(tmp_path, snapshot) for snapshot in snapshots]
+    gate, hashing = threading.Event(), list[int]()
+
+    def noted(pieces: Iterable[np.ndarray], count: int = 1) -> str:
+        hashing.append(count)
+        return digest(pieces)
+
+    monkeypatch.setattr(loading, "MANY_THREADS", 1)
+    monkeypatch.setattr(loading, "digest", noted)
+    files = PaperFiles(lambda: [gate.wait()].clear())
+    store = DiskStore(tmp_path, FINGERPRINT, BUDGET, files=files)
+    take, taken = store._loader._own_memory, list[Manifest]()
+    monkeypatch.setattr(store._loader, "_own_memory", lambda listed: taken.append(listed) or take(listed))
+    store.most_in_ram = 3 * (records[0].own_bytes + 40 * records[0].page_bytes) // 2
+    with ThreadPoolExecutor(2) as both:
+        loads = [both.submit(store.load, record.id) for record in records]
+        under_way = store._loader._under_way
+        wait_until(lambda: under_way.count == 1 and len(under_way._line) == 1 and bool(files.asked))
+        assert len(taken) == 1, "whoever waits holds no memory"
+        gate.set()
+        loaded = [load.result() for load in loads]
+    store.close()
+    assert all(same(found, truth) for found, truth in zip(loaded, snapshots, strict=True))
+    read = [os.path.basename(path) for reads in files.asked for path, _, _ in reads]
+    assert sorted(name for name in read if name in records[0].pages) == sorted(records[0].pages), "each page once"
+    assert hashing.count(blake3.AUTO) == 2, "each by all cores: the other one waited, or was over"
 
 
 def test_layers_whose_pages_differ_are_loaded_as_they_were(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def _cache(cache: CacheReport, prompt: Prompt, text: TextPort, is_alone: bool) -
     found, miss = cache.divergence, cache.miss
     if found is not None and miss is not None and not is_alone:
         further = f"no snapshot reaches further into the prompt than position {cache.restored}"
-        found, miss = None, further if cache.restored else "nothing of the prompt is known yet"
+        found, miss = None, further if cache.restored else "nothing of the prompt could be restored"
     return {
         "restored": dict(cache.restored_from),
         "computed": cache.computed,

@@ -180,7 +180,7 @@ class LoadClient:
                 await connection.send(self._head(question), question.body)
                 async for came, event in _events(connection.data()):
                     waiting = not answer.arrivals
-                    _take(answer, event, came)
+                    _note(answer, event, came)
                     if waiting and answer.arrivals and begun is not None:
                         begun()
             except BaseException as error:
@@ -229,12 +229,27 @@ async def _events(data: AsyncIterator[tuple[float, bytes]]) -> AsyncIterator[tup
         for each in lines:
             found = each.strip().removeprefix(b"data:").strip()
             if found.startswith(b"{"):
-                yield came, json.loads(found)
+                try:
+                    yield came, json.loads(found)
+                except ValueError as error:
+                    raise _unlike(found) from error
+
+
+def _unlike(event: object) -> LoadFailed:
+    shown = event.decode(errors="replace") if isinstance(event, bytes) else json.dumps(event)
+    return LoadFailed(f"no event of an OpenAI-style stream: {shown[:300]}")
+
+
+def _note(answer: ServedAnswer, event: Any, came: float) -> None:
+    if error := event.get("error"):
+        raise LoadFailed(str(error.get("message", error) if isinstance(error, dict) else error))
+    try:
+        _take(answer, event, came)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise _unlike(event) from error
 
 
 def _take(answer: ServedAnswer, event: dict[str, Any], came: float) -> None:
-    if "error" in event:
-        raise LoadFailed(str(event["error"].get("message", event["error"])))
     for choice in event.get("choices", ()):
         ids, delta = choice.get("token_ids") or [], choice.get("delta") or {}
         text = choice.get("text") or delta.get("content") or ""
@@ -244,10 +259,10 @@ def _take(answer: ServedAnswer, event: dict[str, Any], came: float) -> None:
             answer.text += text
             answer.tokens += len(ids) or 1
     usage = event.get("usage") or {}
-    answer.prompt = usage.get("prompt_tokens", answer.prompt)
-    answer.tokens = usage.get("completion_tokens", answer.tokens)
+    answer.prompt = usage.get("prompt_tokens") or answer.prompt
+    answer.tokens = usage.get("completion_tokens") or answer.tokens
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     if usage:
-        answer.restored, answer.computed = {"cache": cached}, usage.get("prompt_tokens", answer.prompt) - cached
+        answer.restored, answer.computed = {"cache": cached}, answer.prompt - cached
     if (report := event.get("rekindle")) is not None:
         answer.restored, answer.computed = report["restored"], report["computed"]

@@ -104,16 +104,17 @@ def _pairs(ours: Snapshot, cold: Snapshot) -> Iterator[tuple[str, torch.Tensor, 
     cold run computes none."""
     layers = [part for part in ours.parts if part.layer != DRAFTER_LAYER]
     for mine, other in zip(layers, cold.parts, strict=True):
-        for (name, a), (_, b) in zip(_tensors(mine), _tensors(other), strict=True):
-            yield f"layer {mine.layer} {name}", a, b
+        a, b = _tensors(mine), _tensors(other)  # by name: files keep no order of their own within a part
+        assert a.keys() == b.keys(), f"layer {mine.layer}: {list(a)} and {list(b)}"
+        for name in a:
+            yield f"layer {mine.layer} {name}", a[name], b[name]
     if ours.logits is not None and cold.logits is not None:
         shared = min(len(ours.logits), len(cold.logits))  # earlier versions kept those of rows without a token too
         yield "the row of logits", ours.logits[:shared], cold.logits[:shared]
 
 
-def _tensors(part: Part) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from ((f"page {i}", page.data) for i, page in enumerate(part.pages))
-    yield from part.tensors.items()
+def _tensors(part: Part) -> dict[str, torch.Tensor]:
+    return {**{f"page {i}": page.data for i, page in enumerate(part.pages)}, **part.tensors}
 
 
 def _largest(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -115,8 +115,10 @@ class Engine:
             grid, pipeline.depth, async_steps, pace, block_rows, proposer, reach, pipeline.can_pause
         )
         on_cpu = all(stage.device == "cpu" for stage in pipeline.stages)
-        # Elsewhere a launch is all of the work, or a wait for another process.
-        self._hurrying = hurrying if pipeline.async_steps or len(pipeline.stages) > 1 else nullcontext()
+        # Elsewhere a launch is all of the work, or a wait for another process; several stages fill a slot behind the
+        # batches that they run, and the token loop waits for them.
+        self._launching = hurrying if pipeline.async_steps or len(pipeline.stages) > 1 else nullcontext()
+        filling = hurrying if pipeline.async_steps else nullcontext()
 
         self._totals = Totals()
         self._flights = Flights()  # the launcher appends, the collector takes the oldest
@@ -135,7 +137,7 @@ class Engine:
         )
         twins = Twins(prefixes, publisher, roster)
         self._admission = Admission(
-            roster, inbox, self._restorer, twins, self._collector, endings, self._totals, self._hurrying
+            roster, inbox, self._restorer, twins, self._collector, endings, self._totals, filling
         )
         self._kept_out = False  # requests came into no slots in the last step, for the sake of a chunk
         self._recovery = Recovery(pipeline, self._flights, roster, publisher, endings, inbox)
@@ -310,7 +312,7 @@ class Engine:
         return any(flight.batch.rows > len(flight.batch.segments) for flight in self._flights)
 
     def _launch(self) -> None:
-        with self._hurrying:
+        with self._launching:
             while self._launcher.launch_next():
                 pass
 

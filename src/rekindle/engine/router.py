@@ -93,8 +93,7 @@ class Router:
         now, tokens, namespace = time.monotonic(), request.prompt.key, request.namespace
         with self._lock:
             running = list(self._running.values())
-            while self._just_run and now - self._just_run[0][0] > PUBLISHING:
-                self._just_run.popleft()
+            self._forget_published(now)
             just_run = [run for _, run in self._just_run]
             rests = [now - failed < REST for failed in self._failed_at]
 
@@ -152,9 +151,15 @@ class Router:
         """It has had its last event, or was refused. whole: its prompt was computed, to the end."""
         with self._lock:
             run = self._running.pop(request.id, None)
+            self._forget_published(now := time.monotonic())
             if whole and run is not None:
-                self._just_run.append((time.monotonic(), run))
+                self._just_run.append((now, run))
             self._routed.pop(request.id, None)
+
+    def _forget_published(self, now: float) -> None:
+        """With the lock."""
+        while self._just_run and now - self._just_run[0][0] > PUBLISHING:
+            self._just_run.popleft()
 
     def reroute(self, routed: _RoutedRequest, error: StageLost) -> bool:
         """The request's replica lost a stage. True if another replica takes it over."""

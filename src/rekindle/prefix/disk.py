@@ -9,6 +9,10 @@ from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.types import Snapshot
 from rekindle.snapshots.writer import DiskWriter, Save
 
+# Bytes that loads may bring together, however little RAM keeps of them: one behind the other small ones would take
+# several times as long.
+LEAST_LOADED = 1 << 30
+
 
 class DiskTier:
     name = "disk"
@@ -37,7 +41,7 @@ class DiskTier:
 
     def open(self, room: Room) -> Iterator[Inherited]:
         self._store.make_room, self._store.make_room_in_ram = room.own, room.memory
-        self._store.most_in_ram = room.in_memory
+        self._store.most_in_ram = max(room.in_memory, LEAST_LOADED)
         for record, tokens in self._store.keyed_records():
             yield Inherited(
                 id=record.id,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from blake3 import blake3
@@ -28,6 +29,8 @@ from rekindle.snapshots.types import Snapshot
 from rekindle.spec import PAGE
 
 MakeRoom = Callable[[int], None]  # evicts from RAM until this many bytes fit
+Columns = dict[str, tuple[layout.Pages, np.ndarray]]  # by page object: the pages of all layers, and the token ids
+T = TypeVar("T")
 
 READERS = min(os.cpu_count() or 1, 16)  # threads that read snapshots …
 RANK = 5  # … and their niceness: together they would keep the token loop from every core
@@ -75,6 +78,59 @@ class Reads:
             each.result()
 
 
+class LoadsUnderWay:
+    """Loads that have begun, and the bytes they bring. One that memory has no room for beside them waits, and those
+    that come after it wait behind it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.coming = 0
+        self._changed = threading.Condition()
+        self._line = deque[object]()
+
+    @contextmanager
+    def entered(self, need: Callable[[], tuple[int, T]], most: int | None) -> Iterator[T]:
+        """need: bytes that the load would bring now, and what it knows; asked again after others have ended, which may
+        have brought a part of it. most: bytes that all loads under way may bring, if there are several."""
+        place = object()
+        with self._changed:
+            self._line.append(place)
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._line[0] is place)
+            while True:
+                before = self.count
+                nbytes, known = need()
+                if self._begin(nbytes, most):
+                    break
+                del known  # what it holds may leave memory meanwhile
+                self._wait_for_an_end(before)
+        finally:
+            with self._changed:
+                self._line.remove(place)
+                self._changed.notify_all()
+        try:
+            yield known
+        finally:
+            with self._changed:
+                self.count -= 1
+                self.coming -= nbytes
+                self._changed.notify_all()
+
+    def _wait_for_an_end(self, before: int) -> None:
+        """Of one of so many loads; none begins meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.count < before)
+
+    def _begin(self, nbytes: int, most: int | None) -> bool:
+        with self._changed:
+            fits = most is None or not self.count or self.coming + nbytes <= most
+            if fits:
+                self.count += 1
+                self.coming += nbytes
+            return fits
+
+
 class Loader:
     def __init__(
         self,
@@ -94,55 +150,36 @@ class Loader:
         self._drop_object = drop_object
         # Pages outlive the own objects they were loaded with: in one slab they would keep each other's memory.
         self._own_cuts, self._page_cuts = Cuts(slabs), Cuts(slabs)
-        self._counting = threading.Condition()
-        self._under_way = 0  # loads …
-        self._coming = 0  # … and the bytes that they bring
+        self._under_way = LoadsUnderWay()
         self._readers = ThreadPoolExecutor(READERS, "rekindle-disk-reader", stand_back, (RANK,))
 
     def load(self, id: str, make_room: MakeRoom | None, most: int | None = None) -> Snapshot:
         """The snapshot, read and verified: every object's digest is its name, and the tokens give its id. most: bytes
         that all loads under way may bring, if there are several."""
-        with self._slabs.reading(), self._counted():
-            return self._load(id, make_room, most)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        with self._counting:
-            self._under_way += 1
-        try:
-            yield
-        finally:
-            with self._counting:
-                self._under_way -= 1
-
-    @contextmanager
-    def _bringing(self, nbytes: int, most: int | None) -> Iterator[None]:
-        """Waits until there is room for them beside what other loads bring."""
-        with self._counting:
-            self._counting.wait_for(lambda: most is None or not self._coming or self._coming + nbytes <= most)
-            self._coming += nbytes
-        try:
-            yield
-        finally:
-            with self._counting:
-                self._coming -= nbytes
-                self._counting.notify_all()
-
-    def _load(self, id: str, make_room: MakeRoom | None, most: int | None) -> Snapshot:
         listed = self._expected.read(self._folder.manifest(id))
         # All lengths before any digest: a chain with a lost page is refused at once.
         check_sizes(self._files, {self._path(name): nbytes for name, nbytes in listed.objects.items()})
+        need = partial(self._need, listed)
+        with self._under_way.entered(need, most) as columns, self._slabs.reading():
+            return self._load(id, listed, columns, make_room)
+
+    def _need(self, listed: Manifest) -> tuple[int, Columns]:
+        """Bytes that a load brings now, and the pages that it need not read."""
         columns = self._live.find(listed.pages)
+        unknown = len({*listed.pages} - columns.keys())
+        return listed.own_bytes + unknown * (listed.page_bytes - PAGE_HEADER), columns
+
+    def _load(self, id: str, listed: Manifest, columns: Columns, make_room: MakeRoom | None) -> Snapshot:
         wanted = [name for name in dict.fromkeys(listed.pages) if name not in columns]
-        coming = listed.own_bytes + len(wanted) * (listed.page_bytes - PAGE_HEADER)
         own = self._own_memory(listed)
-        with self._bringing(coming, most), Reads(self._readers) as own_reads, Reads(self._readers) as page_reads:
+        with Reads(self._readers) as own_reads, Reads(self._readers) as page_reads:
             unread = deque(range(len(own)))
             own_reads.begin([partial(self._read_own, listed, own, number, unread) for number in range(len(own))])
-            if make_room is not None and self._coming > self._slabs.spare():
+            if make_room is not None and self._under_way.coming > self._slabs.spare():
                 own_reads.finish()  # alone, so that an altered one evicts nothing
-                make_room(self._coming)  # for all loads under way, none of which the tier counts yet
+                make_room(self._under_way.coming)  # for all of them, none of which the tier counts yet
             runs = self._page_runs(listed, wanted)
+            coming = listed.own_bytes + sum(run.bodies.memory.nbytes for run in runs)
             page_reads.begin([partial(self._verify_pages, *batch) for batch in _batches(runs, coming // READERS)])
             # While they are read, all that needs no bytes.
             for run in runs:
@@ -184,7 +221,7 @@ class Loader:
         piece.slab.make()
         read_whole(self._files, [(self._path(listed.own), run.start, [piece.memory])], listed.own_bytes)
         if unread.pop() == 0:
-            many = listed.own_bytes >= MANY_THREADS and self._under_way == 1
+            many = listed.own_bytes >= MANY_THREADS and self._under_way.count == 1
             self._check(listed.own, digest((piece.memory for _, piece in own), blake3.AUTO if many else 1))
 
     # Pages

@@ -13,7 +13,7 @@ from rekindle.api.settings import Settings
 from rekindle.api.sse import Silence, event
 from rekindle.engine.types import FinishReason
 from rekindle.text import parsing
-from rekindle.text.parsing.jsonish import loads, mend_surrogates, so_far
+from rekindle.text.parsing.jsonish import so_far, whole
 
 Json = dict[str, Any]
 
@@ -120,7 +120,7 @@ def content_of(choice: Choice, hides_thinking: bool) -> list[Json]:
 def _arguments(call: parsing.Call) -> Json:
     """Of a call that the limit cut off, what is whole of them, as Anthropic's own clients read its stream."""
     if call.cut is None:
-        value = loads(mend_surrogates(call.arguments.encode()).decode())
+        value = whole(call.arguments)
     else:
         try:
             value = so_far(call.arguments)

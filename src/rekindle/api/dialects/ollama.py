@@ -27,6 +27,7 @@ from rekindle.api.request import ClientRequest
 from rekindle.api.settings import Settings
 from rekindle.api.sse import Silence
 from rekindle.text import parsing
+from rekindle.text.parsing.jsonish import whole
 
 SPOKEN = "0.13.0"  # the release whose API this is; clients ask for at least some release
 NANOSECONDS = 1_000_000_000
@@ -127,7 +128,7 @@ class GenerateWriter(OllamaWriter):
 
 
 def _call(choice: Choice, call: parsing.Call) -> Json:
-    function = {"index": call.index, "name": call.name, "arguments": json.loads(call.arguments or "{}")}
+    function = {"index": call.index, "name": call.name, "arguments": whole(call.arguments or "{}")}
     return {"id": choice.call_id(call.index), "function": function}
 
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 from rekindle.api.choice import Choice
 from rekindle.api.dialects.base import Json
 from rekindle.text import parsing
+from rekindle.text.parsing.jsonish import whole
 
 SEALED = "rekindle-reasoning:"  # how `encrypted_content` begins; base64 of the reasoning's text follows
 CUSTOM_ARGUMENT = "input"  # of the function that a custom tool becomes
@@ -174,7 +175,7 @@ class CustomCallItem(CallItem):
 
     @property
     def _input(self) -> str:
-        given = json.loads(self.text or "{}").get(CUSTOM_ARGUMENT, "")
+        given = whole(self.text or "{}").get(CUSTOM_ARGUMENT, "")
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
     def json(self, status: str) -> Json:

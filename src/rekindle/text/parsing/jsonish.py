@@ -168,6 +168,12 @@ def sent_back(text: str) -> Any:
     return sent_back(value) if isinstance(value, str) else value
 
 
+def whole(text: str) -> Any:
+    """What a JSON value of a model holds, with U+FFFD for half a character, so that it can be sent. ValueError as
+    `loads`."""
+    return loads(mend_surrogates(text.encode()).decode())
+
+
 def so_far(text: str, partial: Literal[True, "trailing-strings"] = True) -> Any:
     """What the beginning of a JSON value holds, with or without the string that it ends in. ValueError as `loads`."""
     data = mend_surrogates(text.encode("utf-8", "surrogatepass"))
