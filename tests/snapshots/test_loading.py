@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -346,6 +348,39 @@ def test_a_load_that_has_waited_takes_memory_only_then_and_reads_no_page_that_an
     read = [os.path.basename(path) for reads in files.asked for path, _, _ in reads]
     assert sorted(name for name in read if name in records[0].pages) == sorted(records[0].pages), "each page once"
     assert hashing.count(blake3.AUTO) == 2, "each by all cores: the other one waited, or was over"
+
+
+FIRST_MANIFESTS = """
+import os, sys, threading
+from pathlib import Path
+from rekindle.snapshots import manifest
+
+path = Path(sys.argv[1])
+content = path.read_bytes()
+sys.setswitchinterval(1e-5)
+
+def decode(together):
+    together.wait()
+    manifest.decode(content, None, path.stem)
+
+for _ in range(20):
+    child = os.fork()
+    if not child:
+        together = threading.Barrier(8)
+        threads = [threading.Thread(target=decode, args=(together,)) for _ in range(8)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, "a process died"
+"""
+
+
+def test_the_first_manifests_of_a_process_may_be_read_by_several_threads_at_once(tmp_path: Path) -> None:
+    """msgspec kills a process whose threads decode a struct for the first time together."""
+    record = saved(tmp_path, of_pages(2))
+    (path,) = tmp_path.rglob(f"{record.id}*")
+    ran = subprocess.run([sys.executable, "-c", FIRST_MANIFESTS, path], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_layers_whose_pages_differ_are_loaded_as_they_were(tmp_path: Path) -> None:

@@ -148,6 +148,12 @@ def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
     return DTYPES[dtype].itemsize * math.prod(shape)
 
 
+# Made once, while one thread imports this. The first decoding of a struct looks up the types of its fields, and the
+# process dies (msgspec 0.22) where a second thread decodes into it meanwhile.
+_decode_head = msgspec.json.Decoder(_Head).decode
+_decode_manifest = msgspec.json.Decoder(Manifest).decode
+
+
 def encode(manifest: Manifest) -> bytes:
     """Signed with its own checksum and laid out for reading."""
     signed = msgspec.structs.replace(manifest, checksum=_checksum(manifest))
@@ -161,7 +167,7 @@ def decode(data: bytes, fingerprint: str | None, name: str) -> Manifest:
     """
     said = shown(name)
     try:
-        head = msgspec.json.decode(data, type=_Head)
+        head = _decode_head(data)
         if (head.format, head.version) != (FORMAT, VERSION):
             found = f"{shown(head.format)} {head.version}"
             raise BadSnapshotFile(f"{said}: format {found}, this server reads {FORMAT} {VERSION}")
@@ -169,7 +175,7 @@ def decode(data: bytes, fingerprint: str | None, name: str) -> Manifest:
             raise BadSnapshotFile(
                 f"{said}: written for model {shown(head.fingerprint)}, this one is {shown(fingerprint)}"
             )
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = _decode_manifest(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadSnapshotFile(f"{said}: not a readable manifest: {shown(str(error))}") from error
     _demand(manifest.id == name, said, f"it says it is {shown(manifest.id)}")
