@@ -402,6 +402,27 @@ def test_pages_are_counted_once_in_ram(model: PaperModel) -> None:
     assert cache.stats().bytes["ram"] == sum(s.own_bytes for s in snapshots) + sum(p.nbytes for p in pages)
 
 
+def test_what_was_refused_is_saved_as_soon_as_the_disk_has_time(
+    model: PaperModel, disk: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, save = threading.Event(), disk.save
+    monkeypatch.setattr(disk, "save", lambda *args: gate.wait(30) and save(*args))
+    tiers = local_tiers(PLENTY, disk, queue=1)
+    tiers[-1]._writer._queue_bytes = 0  # type: ignore[attr-defined]
+    cache = PrefixCache(tiers)
+    for i in range(8):
+        cache.publish(model.snapshot(run(50, 100 * i)), MESSAGE)
+    evicted = cache.find(run(50, 700))
+    assert evicted is not None and cache.stats().refused_saves["queue"] >= 6
+    assert cache.stats().saves_waiting == 8
+    cache.quarantine(evicted, "it must not be saved")
+    gate.set()
+    cache.flush()
+    stats = cache.stats()
+    assert (stats.entries["disk"], stats.saves_waiting) == (7, 0)
+    cache.close()
+
+
 def test_what_was_refused_is_saved_at_closing(model: PaperModel, disk: DiskStore) -> None:
     cache = PrefixCache(local_tiers(PLENTY, disk, queue=1))
     for i in range(8):

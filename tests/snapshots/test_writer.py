@@ -5,11 +5,14 @@ import logging
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.paper_snapshots import FINGERPRINT, PaperModel, same
+from support.snapshot_lab import wait_until
 
 from rekindle.prompt import BoundaryKind
 from rekindle.snapshots.disk import DiskStore
@@ -61,7 +64,7 @@ def test_a_full_queue_refuses_at_once_and_counts(store: DiskStore, monkeypatch: 
         return real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store, "save", slow)
-    writer = DiskWriter(store, capacity=2)
+    writer = DiskWriter(store, capacity=2, queue_bytes=0)
     done: list[Record | None] = []
     first, *others = snapshots(4)
     assert writer.offer(save_of(first, done))
@@ -71,6 +74,65 @@ def test_a_full_queue_refuses_at_once_and_counts(store: DiskStore, monkeypatch: 
     gate.set()
     writer.close()
     assert len(done) == 3
+
+
+def test_more_wait_where_they_are_small(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, started = threading.Event(), threading.Event()
+    real = store.save
+
+    def slow(*args: Any) -> Record:
+        started.set()
+        assert gate.wait(30)
+        return real(*args)
+
+    monkeypatch.setattr(store, "save", slow)
+    first, *others = snapshots(7)
+    sizes = [save_of(each, []).nbytes for each in others]
+    pages = sum(page.nbytes for part in first.parts for page in part.pages)
+    assert save_of(first, []).nbytes == first.own_bytes + pages and pages
+    writer = DiskWriter(store, capacity=2, queue_bytes=sum(sizes[:4]))
+    assert writer.offer(save_of(first, []))
+    assert started.wait(30)
+    assert [writer.offer(save_of(each, [])) for each in others] == [True] * 4 + [False] * 2
+    gate.set()
+    writer.close()
+    assert writer._queued_bytes == 0
+
+
+def test_when_nothing_waits_what_was_refused_is_asked_for(store: DiskStore) -> None:
+    left, done = deque[Save](), list[Record | None]()
+    writer = DiskWriter(store)
+    writer.more = lambda: left.popleft() if left else None
+    offered, *refused = snapshots(4)
+    left.extend(save_of(each, done) for each in refused)
+    writer.flush()
+    assert not done, "it asks behind a save"
+    assert writer.offer(save_of(offered, done))
+    writer.flush()
+    assert [record.position for record in done if record] == [each.position for each in (offered, *refused)]
+    writer.close()
+
+
+def test_a_disk_that_refuses_is_asked_again_for_what_was_left_when_its_pause_is_over(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rekindle.snapshots.writer.FIRST_PAUSE", 0.05)
+    left, done, save, fails = deque[Save](), list[Record | None](), store.save, [OSError(errno.ENOSPC, "full")]
+
+    def full_once(*args: Any) -> Record:
+        if fails:
+            raise fails.pop()
+        return save(*args)
+
+    monkeypatch.setattr(store, "save", full_once)
+    writer = DiskWriter(store)
+    writer.more = lambda: left.popleft() if left else None
+    refused, later = snapshots(2)
+    left.append(save_of(later, done))
+    assert writer.offer(save_of(refused, done))
+    wait_until(lambda: len(done) == 2)
+    assert done[0] is None and done[1] is not None
+    writer.close()
 
 
 def resting_writer(store: DiskStore, monkeypatch: pytest.MonkeyPatch, capacity: int) -> tuple[DiskWriter, list[float]]:

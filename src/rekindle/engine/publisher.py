@@ -205,7 +205,7 @@ class Publisher:
             capture.sequence.account.lose(capture.position, str(error))
             return
         if self._prefixes.publish(snapshot, capture.kind).gone:
-            why = f"the state at {capture.position:,} tokens had to give way at once: what is used more fills the cache"
+            why = f"the state at {capture.position:,} tokens had to give way at once: no tier had room for it"
             capture.sequence.account.lose(capture.position, why)
 
 

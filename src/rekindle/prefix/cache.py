@@ -223,7 +223,7 @@ class PrefixCache:
                 budgets={tier.name: tier.budget for tier in self.tiers},
                 states={name: each.state for name, each in counts.items()},
                 saves=sum(each.saves for each in counts.values()),
-                saves_waiting=sum(each.waiting for each in counts.values()),
+                saves_waiting=sum(each.waiting for each in counts.values()) + self._moves.left,
                 refused_saves=dict(sum((Counter(each.refused) for each in counts.values()), Counter())),
                 bad_files=sum(each.bad_files for each in counts.values()),
             )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rekindle.prefix.tier import Inherited, Offer, Room, TierCounts
 from rekindle.snapshots.disk import DiskStore
+from rekindle.snapshots.record import Record
 from rekindle.snapshots.types import Snapshot
 from rekindle.snapshots.writer import DiskWriter, Save
 
@@ -19,7 +20,8 @@ class DiskTier:
     instant, persistent = False, True
 
     def __init__(self, store: DiskStore, queue: int = 4) -> None:
-        """queue: snapshots that may wait for the writer; more are refused, and offered again when they leave RAM."""
+        """queue: snapshots that may always wait for the writer. What is refused it asks for when it has a place, and
+        is offered again when it leaves RAM."""
         self._store = store
         self._writer = None if store.read_only else DiskWriter(store, queue)
 
@@ -41,6 +43,8 @@ class DiskTier:
 
     def open(self, room: Room) -> Iterator[Inherited]:
         self._store.make_room, self._store.make_room_in_ram = room.own, room.memory
+        if self._writer is not None:
+            self._writer.more = lambda: None if (offer := room.left()) is None else _save_of(offer)
         self._store.most_in_ram = max(room.in_memory, LEAST_LOADED)
         for record, tokens in self._store.keyed_records():
             yield Inherited(
@@ -56,9 +60,7 @@ class DiskTier:
     def add(self, offer: Offer, wait: bool = False) -> bool:
         if self._writer is None:
             return False
-        save = Save(
-            offer.snapshot, offer.kind, offer.conversation, lambda record: offer.done(record.id if record else None)
-        )
+        save = _save_of(offer)
         return self._writer.put(save) if wait else self._writer.offer(save)
 
     def load(self, id: str) -> Snapshot:
@@ -95,3 +97,10 @@ class DiskTier:
         if self._writer is not None:
             self._writer.close()
         self._store.close()
+
+
+def _save_of(offer: Offer) -> Save:
+    def done(record: Record | None) -> None:
+        offer.done(None if record is None else record.id)
+
+    return Save(offer.snapshot, offer.kind, offer.conversation, done)

@@ -26,10 +26,23 @@ class Moves:
         self._catalogue = catalogue
         self._lock = catalogue.lock
         self._instant = tuple(tier for tier in catalogue.tiers if tier.instant)
+        # By tier: what it had no place for, the oldest first. It may have left memory, or come to the tier, since.
+        self._refused: dict[str, dict[Entry, None]] = {tier.name: {} for tier in catalogue.tiers}
 
     def room_of(self, tier: Tier) -> Room:
         in_memory = sum(each.budget for each in self._instant)
-        return Room(own=partial(self._make_room, tier), memory=self.make_room_in_memory, in_memory=in_memory)
+        return Room(
+            own=partial(self._make_room, tier),
+            memory=self.make_room_in_memory,
+            in_memory=in_memory,
+            left=partial(self._next_left, tier),
+        )
+
+    @property
+    def left(self) -> int:
+        """Snapshots that a tier refused and has yet to ask for."""
+        with self._lock:
+            return sum(map(len, self._refused.values()))
 
     # In
 
@@ -70,12 +83,30 @@ class Moves:
         return tier.writable and tier.name not in entry.copies and tier.name not in entry.adding
 
     def _hand_over(self, entry: Entry, snapshot: Snapshot, tier: Tier, wait: bool = False) -> bool:
-        done = partial(self._added, entry, tier, snapshot.tokens)
-        taken = tier.add(Offer(snapshot, entry.kind, entry.conversation, done), wait)
+        taken = tier.add(self._offer(entry, snapshot, tier), wait)
         if not taken:
             with self._lock:
                 entry.adding.discard(tier.name)
+                if not entry.gone:
+                    self._refused[tier.name][entry] = None
         return taken
+
+    def _offer(self, entry: Entry, snapshot: Snapshot, tier: Tier) -> Offer:
+        done = partial(self._added, entry, tier, snapshot.tokens)
+        return Offer(snapshot, entry.kind, entry.conversation, done)
+
+    def _next_left(self, tier: Tier) -> Offer | None:
+        """Called by a tier that has a place again."""
+        with self._lock:
+            refused = self._refused[tier.name]
+            while refused:
+                entry = next(iter(refused))
+                del refused[entry]
+                found = self._catalogue.at_hand(entry) if not entry.gone and self._lacks(tier, entry) else None
+                if found is not None:
+                    entry.adding.add(tier.name)
+                    return self._offer(entry, found[0], tier)
+        return None
 
     def _added(self, entry: Entry, tier: Tier, tokens: np.ndarray, id: str | None) -> None:
         """From any thread: the tier holds the entry, or could not store it."""
@@ -136,6 +167,9 @@ class Moves:
         others = (other.name for other, _ in self._catalogue.held(entry) if other is not tier)
         fastest = next(others, None)
         self._catalogue.drop(entry, tier, "lost" if fastest is None else f"to_{fastest}")
+        if entry.gone:
+            for refused in self._refused.values():
+                refused.pop(entry, None)
 
     def remove(self, held: Iterable[tuple[Tier, str]]) -> None:
         for tier, id in held:

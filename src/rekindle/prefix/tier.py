@@ -47,11 +47,12 @@ class Inherited:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How a tier asks the cache for room. Called without any lock that `remove` takes."""
+    """What a tier asks of the cache. Called without any lock that `remove` takes."""
 
     own: Callable[[int], None]  # evict at least this many bytes from this tier, as far as nothing is pinned
     memory: Callable[[int], None]  # evict from the instant tiers until this many bytes more fit their budgets
     in_memory: int  # bytes that these may hold, all together
+    left: Callable[[], Offer | None]  # an offer that this tier refused and might take now, as if it had taken it
 
 
 @dataclass(frozen=True, slots=True)

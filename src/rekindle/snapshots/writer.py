@@ -1,4 +1,7 @@
-"""Write-behind: one thread saves snapshots; the token path only ever puts them in a short queue."""
+"""Write-behind: one thread saves snapshots; the token path only ever puts them in a short queue.
+
+What the queue has no place for is refused. When nothing waits any more, the thread asks its owner for what was left.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from rekindle.snapshots.types import Snapshot
 
 logger = logging.getLogger(__name__)
 
+# Bytes of snapshots that may wait beyond the few that always may: the memory of those that RAM has given up meanwhile.
+QUEUE_BYTES = 256 << 20
 FIRST_PAUSE = 15.0  # seconds without an attempt after the disk refused
 LONGEST_PAUSE = 600.0
 REST = 9.0  # seconds of rest for every second of work
@@ -35,20 +40,37 @@ class Save:
     conversation: str | None
     done: Callable[[Record | None], None]
 
+    @property
+    def nbytes(self) -> int:
+        parts = self.snapshot.parts
+        pages = sum(len(part.pages) * part.pages[0].nbytes for part in parts if part.pages)
+        return self.snapshot.own_bytes + pages
+
 
 class DiskWriter:
     """Saves in the background. When the disk refuses (full, read-only) it says so once and pauses, longer each time."""
 
-    def __init__(self, store: DiskStore, capacity: int = 4, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: DiskStore,
+        capacity: int = 4,
+        clock: Callable[[], float] = time.monotonic,
+        queue_bytes: int = QUEUE_BYTES,
+    ) -> None:
+        """capacity: snapshots that may wait, however large; beyond that, so many as have queue_bytes together."""
         assert capacity > 0, "a queue of no length saves nothing"
         self.store = store
         self.capacity = capacity
+        self.more: Callable[[], Save | None] = lambda: None  # asked for what was refused, when nothing waits
         self.saves = 0
         self.saved_bytes = 0
         self.refused: Counter[str] = Counter()  # by reason
         self._clock = clock
         self._queue: deque[Save] = deque()
+        self._queue_bytes = queue_bytes
+        self._queued_bytes = 0
         self._busy = False
+        self._idle = False  # nothing waits, and there is no more
         self._closing = False
         self._urgent = 0  # threads that wait until everything is saved
         self._worked_from = 0.0
@@ -73,11 +95,12 @@ class DiskWriter:
     def offer(self, save: Save) -> bool:
         """Queue a save, or refuse it at once; never waits."""
         with self._changed:
-            reason = self._refusal()
+            reason = self._refusal(save)
             if reason is not None:
                 self.refused[reason] += 1
                 return False
             self._queue.append(save)
+            self._queued_bytes += save.nbytes
             self._changed.notify_all()
             return True
 
@@ -87,20 +110,21 @@ class DiskWriter:
             self._changed.wait_for(lambda: len(self._queue) < self.capacity or self._closing)
         return self.offer(save)
 
-    def _refusal(self) -> str | None:
+    def _refusal(self, save: Save) -> str | None:
         if self._closing:
             return "closing"
         if self._clock() < self._retry_at:
             return "disk"
-        return "queue" if len(self._queue) >= self.capacity else None
+        is_full = len(self._queue) >= self.capacity and self._queued_bytes + save.nbytes > self._queue_bytes
+        return "queue" if is_full else None
 
     def flush(self) -> None:
-        """Wait until everything offered so far has been saved or refused."""
+        """Wait until everything offered so far has been saved or refused, and there is no more."""
         with self._changed:
             self._urgent += 1
             self._changed.notify_all()
             try:
-                self._changed.wait_for(lambda: not self._queue and not self._busy)
+                self._changed.wait_for(lambda: self._idle and not self._queue)
             finally:
                 self._urgent -= 1
 
@@ -127,14 +151,26 @@ class DiskWriter:
                 self._changed.notify_all()
 
     def _next(self) -> Save | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
-            if not self._queue:
-                return None
-            self._busy = True
-            save = self._queue.popleft()
-            self._changed.notify_all()
-            return save
+        while True:
+            with self._changed:
+                if self._queue:
+                    self._busy = True
+                    save = self._queue.popleft()
+                    self._queued_bytes -= save.nbytes
+                    self._changed.notify_all()
+                    return save
+                if self._closing:
+                    return None
+            pause = self._retry_at - self._clock()
+            more = self.more() if pause <= 0 else None
+            with self._changed:
+                if more is not None:
+                    self._busy = True
+                    return more
+                self._idle = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._queue or self._closing, timeout=pause if pause > 0 else None)
+                self._idle = False
 
     def _attempt(self, save: Save) -> Record | None:
         if self._clock() < self._retry_at:
@@ -161,7 +197,7 @@ class DiskWriter:
 
     def _rest(self) -> None:
         """Hashing and writing take memory and processors from a decode step, so they are at it a tenth of the time;
-        not while a thread waits for them, or while the next snapshot would be refused for want of a place."""
+        not while a thread waits for them, or while more wait than always may."""
         worked = self._clock() - self._worked_from
         with self._changed:
             self._changed.wait_for(self._in_a_hurry, timeout=REST * worked)
