@@ -105,6 +105,7 @@ CHAT_ONLY = [
     ("tool_choice", {"type": "function"}),
     ("enable_thinking", "yes"),
     ("add_generation_prompt", 1),
+    ("continue_final_message", True),
     ("chat_template_kwargs", []),
     ("chat_template_kwargs", {"messages": []}),
 ]

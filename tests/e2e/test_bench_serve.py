@@ -242,6 +242,15 @@ def test_the_table_fits_a_line_of_100_and_no_figure_is_cut_where_there_is_less(
     assert "1,179,648" in said
 
 
+def test_a_table_has_no_figures_of_what_never_came(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = ServedAnswer("prompt 9", 9, 0, failure="no")
+    other = ServedAnswer("prompt 8", 8, 0, [1.0, 2.0, 3.0, 4.0], tokens=4)
+    show_table(load_table(rows_of([failed, other, ServedAnswer("intruder 5", 5, 1.5, [3.5], tokens=1)])))
+    lines = {line[:18].strip(): line for line in capsys.readouterr().out.splitlines()}
+    assert lines["prompt 9"].split()[2:] == ["0", *["–"] * 8]
+    assert lines["beside intruder 5"].split()[3:] == ["1", "–", "–", "1,000.0…1,000.0", "1,000.0", "1", "1", "–", "–"]
+
+
 @pytest.mark.parametrize(
     "options",
     [

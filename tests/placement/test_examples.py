@@ -171,8 +171,8 @@ def test_bad_headers_are_one_clear_error() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"context": 0}, "context is 0, it must lie between 1 and 1048576"),
-        ({"context": 1 << 21}, "context is 2097152"),
+        ({"context": 0}, "context is 0, it must lie between 1 and 1,048,576"),
+        ({"context": 1 << 21}, "context is 2,097,152"),
         ({"sequences": 0}, "sequences is 0"),
         ({"kv_type": "q4"}, "--kv-type is 'q4', known types are bf16, f16, f32, q8"),
         ({"kv_mode": "fast"}, "--kv-mode is 'fast', known modes are exact, sparse"),

@@ -164,7 +164,12 @@ def _cache_counters(status: EngineStatus) -> Iterable[Metric]:
         ("restored_tokens", "Tokens of the prefixes found", "tier", cache.restored),
         ("misses", "Lookups that found nothing", "reason", cache.misses),
         ("short_hits", "Prefixes found that end before the prompt does", "reason", cache.short_hits),
-        ("refused_saves", "Saves that were refused; for want of a place in the queue they are made later", "reason", cache.refused_saves),
+        (
+            "refused_saves",
+            "Saves that were refused; for want of a place in the queue they are made later",
+            "reason",
+            cache.refused_saves,
+        ),
     ):
         family = CounterMetricFamily(f"rekindle_cache_{name}", what, labels=[label])
         for value, count in counts.items():

@@ -139,7 +139,7 @@ class LoadClient:
         fields: dict[str, Any] | None = None,
     ) -> None:
         """token_ids: ask for the ids of the answer, which a conversation goes on from; fields: more of every body."""
-        self._url = _parts_of(url)
+        self._url = address_of(url)
         self._key = key
         self._body = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
         self._body |= {"model": model} if model else {}
@@ -212,7 +212,7 @@ class LoadClient:
         return h11.Request(method="POST", target=f"{self._url.path}/{question.path}", headers=list(headers.items()))
 
 
-def _parts_of(url: str) -> SplitResult:
+def address_of(url: str) -> SplitResult:
     """http://host:port, with or without /v1, as the base of an OpenAI-style client."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:

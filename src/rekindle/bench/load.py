@@ -19,6 +19,7 @@ from rekindle.bench.conversations import prose
 from rekindle.errors import BadConfig
 
 INTRUDER = "intruder"
+BESIDE = "beside "
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +208,11 @@ class LoadRow:
     computed: int
     answered: int
 
+    @property
+    def is_part(self) -> bool:
+        """Of answers that had begun before."""
+        return self.what.startswith(BESIDE)
+
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
@@ -217,7 +223,7 @@ def rows_of(answers: Sequence[ServedAnswer]) -> list[LoadRow]:
     for intruder in (answer for answer in answers if answer.what.startswith(INTRUDER) and answer.failure is None):
         others = [answer for answer in answers if answer is not intruder and answer.failure is None]
         seen = [_within(answer, intruder.sent, intruder.arrivals[0]) for answer in others]
-        rows.append(_row(f"beside {intruder.what}", [answer for answer in seen if answer.arrivals]))
+        rows.append(_row(BESIDE + intruder.what, [answer for answer in seen if answer.arrivals]))
     return rows
 
 

@@ -22,8 +22,12 @@ AGENTS = {"claude": "claude_code", "codex": "codex", "opencode": "opencode"}  # 
 
 
 def read_session(path: Path) -> list[Posted]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadConfig(f"the session {path} cannot be read: {error}") from error
     requests: list[Posted] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:

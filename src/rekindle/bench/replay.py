@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from rekindle.bench.client import address_of
 from rekindle.bench.conversations import SCRIPTS, ConversationSizes, Message, Posted, Said, Script
 from rekindle.bench.load import add_up
 from rekindle.bench.recorded import AGENTS, CHAT, conversation_of, read_session, session_file
@@ -145,7 +146,7 @@ class ReplayServer:
     can_restart = False
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = address_of(url).geturl().removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def restart(self) -> None:

@@ -131,9 +131,7 @@ def load_table(rows: Sequence[LoadRow]) -> Table:
     names = ("", "n", "first token", "last", "gap", "worst", "tok/s", "all", "restored", "computed")
     table = Table(*names, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for row in rows:
-        table.add_row(
-            row.what,
-            str(row.requests - row.failed),
+        figures = [
             f"{row.first_p50:,.1f}…{row.first_worst:,.1f}",
             f"{row.last_first:,.0f}",
             f"{row.gap_p50:,.1f}…{row.gap_p99:,.1f}",
@@ -142,21 +140,30 @@ def load_table(rows: Sequence[LoadRow]) -> Table:
             f"{row.output_tokens_per_second:,.0f}",
             f"{sum(row.restored.values()):,}",
             f"{row.computed:,}",
-        )
+        ]
+        if row.requests == row.failed:
+            figures = ["–"] * len(figures)
+        elif row.is_part:  # of answers that had begun before
+            figures[:2] = figures[6:] = "–", "–"
+        table.add_row(row.what, str(row.requests - row.failed), *figures)
     table.caption = (
         "ms: first token (median…worst), last of the first tokens since the first request, gap (median…p99), worst gap"
-        "; tokens of answers per second: of one, of all together"
+        "; tokens of answers per second: of one, of all of this name together, while others ran too"
     )
+    if any(row.is_part for row in rows):
+        table.caption += "; beside an intruder: what came of the other answers until its first token"
     return table
 
 
 @app.command("run")
 def run(
     model: options.ModelPath = None,
-    prompt: Annotated[list[int] | None, typer.Option(help="Prompt tokens; may be given several times.")] = None,
-    answer: Annotated[int, typer.Option(help="Answer tokens.")] = 64,
-    batch: Annotated[list[int] | None, typer.Option(help="Sequences at once; may be given several times.")] = None,
-    repeats: Annotated[int, typer.Option(help="Runs per row; the best counts.")] = 3,
+    prompt: Annotated[list[int] | None, typer.Option(help="Prompt tokens; may be given several times.", min=1)] = None,
+    answer: Annotated[int, typer.Option(help="Answer tokens.", min=1)] = 64,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Sequences at once; may be given several times.", min=1)
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs per row; the best counts.", min=1)] = 3,
     ops: Annotated[bool, typer.Option("--ops", help="Also where the time goes, by operation.")] = False,
     devices: options.Devices = "auto",
     split: options.Split = "auto",

@@ -116,6 +116,9 @@ def _plan(config: Config, cards: Sequence[GpuCard], shape: str | None) -> Plan:
     except DoesNotFit as error:
         if all(device.is_cpu for device in machine.devices):
             raise DoesNotFit(f"{error}; for a GPU give --vram") from error
+        if cards and config.ram is None:
+            here = f"RAM is {_percent(RAM_SHARE)} of what is free on this machine; --ram plans for another"
+            raise DoesNotFit(f"{error}; {here}") from error
         raise
     return replace(made, reasons=(*made.reasons, *_assumptions(config, cards, shape, made)))
 

@@ -30,12 +30,15 @@ def replay(
         Path | None, typer.Option(help="For the server it starts; the embedded model if left out.")
     ] = None,
     serve: Annotated[str, typer.Option(help="More options for the server it starts, as one string.")] = "",
-    scale: Annotated[float, typer.Option(help="Times the size of system prompts and turns.")] = 1.0,
+    scale: Annotated[float, typer.Option(help="Times the size of system prompts and turns.", min=0.05)] = 1.0,
     turns: Annotated[int, typer.Option(help="Requests per conversation.", min=5)] = 6,
     answer: Annotated[int, typer.Option(help="Tokens per answer.", min=1)] = 8,
     session: Annotated[
         Path | None,
-        typer.Option(help="A recorded session: JSON lines, one request each (src/rekindle/bench/sessions/README.md)."),
+        typer.Option(
+            help="A recorded session of yours instead of ours: JSON lines, one request each "
+            "(src/rekindle/bench/sessions/README.md). The other conversations run too, unless --only names recorded."
+        ),
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="This conversation only; may be given several times.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="REKINDLE_API_KEY", help="For the running server.")] = None,

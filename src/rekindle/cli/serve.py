@@ -70,7 +70,8 @@ def serve(
         typer.Option(
             help="Milliseconds between two tokens of an answer while another request's prompt comes in: a target; "
             "longer while several prompts wait. If left out 16 on a GPU, 50 where a chunk of the prompt cannot pause "
-            "for answers and is made shorter (several GPUs, sparse KV), 250 on CPUs and over shards."
+            "for answers and is made shorter (several GPUs, sparse KV), 250 on CPUs and over shards, where no chunk "
+            "has fewer than 64 tokens and a prompt takes at most twice its time, so that a small target may be missed."
         ),
     ] = None,
     dtype: options.Dtype = None,

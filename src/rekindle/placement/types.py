@@ -345,4 +345,4 @@ def pages_for(tokens: int) -> int:
 
 def _check_range(name: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
-        raise BadConfig(f"{name} is {value}, it must lie between {least} and {most}")
+        raise BadConfig(f"{name} is {value:,}, it must lie between {least:,} and {most:,}")

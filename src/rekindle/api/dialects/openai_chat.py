@@ -88,6 +88,7 @@ class ChatBody(OpenAIBody):
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -98,6 +99,8 @@ class ChatBody(OpenAIBody):
             refuse("tool_choice", f"must be a string or an object, got {kind_of(self.tool_choice)}")
         if isinstance(self.tool_choice, str) and self.tool_choice not in ("none", "auto", "required"):
             refuse("tool_choice", f"must be none, auto, required or an object, got {self.tool_choice[:40]!r}")
+        if self.continue_final_message:
+            refuse("continue_final_message", "must not be true: answers are not continued (prefill)")
         if taken := set(self.chat_template_kwargs or {}) & {"messages", "tools", "add_generation_prompt"}:
             refuse("chat_template_kwargs", f"{min(taken)!r} has a field of its own")
         return self
