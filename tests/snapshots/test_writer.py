@@ -169,6 +169,15 @@ def test_the_writer_rests_after_every_piece_but_lets_nobody_wait_for_it(
     writer.close()
 
 
+def test_the_writer_rests_for_nobody(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, _ = resting_writer(store, monkeypatch, capacity=8)
+    writer._is_serving = lambda: False
+    done: list[Record | None] = []
+    assert writer.offer(save_of(snapshots(1)[0], done))
+    wait_until(lambda: len(done) == 1)  # would take days
+    writer.close()
+
+
 def test_a_full_queue_ends_the_rest(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, _ = resting_writer(store, monkeypatch, capacity=1)
     first = threading.Event()

@@ -133,13 +133,18 @@ def _build(
             half.pop_all()  # the pipeline stops its stages
         undo.callback(pipelines[-1].stop)
         slabs += [stage.slabs for stage in stages if isinstance(stage, LocalStage) and stage.slabs is not None]
-    prefixes = make_prefix_cache(config, model, plans, slabs)
+    engines = list[Engine]()
+
+    def busy() -> bool:
+        return any(engine.busy for engine in engines)
+
+    prefixes = make_prefix_cache(config, model, plans, slabs, busy)
     undo.callback(PrefixCache.close, prefixes)  # at once: no replica will
     settings = _engine_settings(config, model, plans, drafter_file)
     model.file.files.check()  # the fingerprint is of the bytes that were loaded
-    engines = [Engine(pipeline, prefixes, settings) for pipeline in pipelines]
+    engines += [Engine(pipeline, prefixes, settings) for pipeline in pipelines]
     for each in slabs:
-        each.busy = lambda: any(engine.busy for engine in engines)
+        each.busy = busy
     for engine in engines:
         engine.make_ready(model.spec.vocab)
         engine.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -72,14 +72,16 @@ def disk_budget(free: int, held: int) -> int:
     return min((free + held) // DISK_PART, DISK_MOST)
 
 
-def make_prefix_cache(config: Config, model: Model, plans: Sequence[Plan], slabs: list[Slabs]) -> PrefixCache:
+def make_prefix_cache(
+    config: Config, model: Model, plans: Sequence[Plan], slabs: list[Slabs], busy: Callable[[], bool]
+) -> PrefixCache:
     """plans: of all replicas. Snapshots from disk are loaded into the slabs of the first GPU, if there is one: pinned
-    memory of one GPU serves every other of this process too."""
+    memory of one GPU serves every other of this process too. busy: whether a replica answers somebody."""
     plan, ram = plans[0], sum(each.snapshot_ram for each in plans)
     asked, sizes = config.cache_ram, plan.snapshot_bytes
     if asked is not None and ram < asked // config.replicas * config.replicas:
         log.warning("snapshots get %s of RAM, --cache-ram is %s", show_bytes(ram), show_bytes(asked))
-    tiers = local_tiers(ram, _disk_store(config, model, plan, slabs), slabs=slabs)
+    tiers = local_tiers(ram, _disk_store(config, model, plan, slabs), slabs=slabs, busy=busy)
     with ExitStack() as undo:
         for tier in tiers:
             undo.callback(tier.close)

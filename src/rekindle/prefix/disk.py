@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rekindle.prefix.tier import Inherited, Offer, Room, TierCounts
 from rekindle.snapshots.disk import DiskStore
@@ -19,11 +19,11 @@ class DiskTier:
     name = "disk"
     instant, persistent = False, True
 
-    def __init__(self, store: DiskStore, queue: int = 4) -> None:
+    def __init__(self, store: DiskStore, queue: int = 4, busy: Callable[[], bool] = lambda: True) -> None:
         """queue: snapshots that may always wait for the writer. What is refused it asks for when it has a place, and
-        is offered again when it leaves RAM."""
+        is offered again when it leaves RAM. busy: whether somebody is being answered, beside whom it writes slowly."""
         self._store = store
-        self._writer = None if store.read_only else DiskWriter(store, queue)
+        self._writer = None if store.read_only else DiskWriter(store, queue, busy=busy)
 
     @property
     def where(self) -> str:

@@ -56,8 +56,10 @@ class DiskWriter:
         capacity: int = 4,
         clock: Callable[[], float] = time.monotonic,
         queue_bytes: int = QUEUE_BYTES,
+        busy: Callable[[], bool] = lambda: True,
     ) -> None:
-        """capacity: snapshots that may wait, however large; beyond that, so many as have queue_bytes together."""
+        """capacity: snapshots that may wait, however large; beyond that, so many as have queue_bytes together. busy:
+        whether somebody is being answered, for whose sake the writer rests."""
         assert capacity > 0, "a queue of no length saves nothing"
         self.store = store
         self.capacity = capacity
@@ -66,6 +68,7 @@ class DiskWriter:
         self.saved_bytes = 0
         self.refused: Counter[str] = Counter()  # by reason
         self._clock = clock
+        self._is_serving = busy
         self._queue: deque[Save] = deque()
         self._queue_bytes = queue_bytes
         self._queued_bytes = 0
@@ -197,14 +200,14 @@ class DiskWriter:
 
     def _rest(self) -> None:
         """Hashing and writing take memory and processors from a decode step, so they are at it a tenth of the time;
-        not while a thread waits for them, or while more wait than always may."""
+        not while nobody is answered, a thread waits for them, or more snapshots wait than always may."""
         worked = self._clock() - self._worked_from
         with self._changed:
             self._changed.wait_for(self._in_a_hurry, timeout=REST * worked)
         self._worked_from = self._clock()
 
     def _in_a_hurry(self) -> bool:
-        return self._closing or self._urgent > 0 or len(self._queue) >= self.capacity
+        return not self._is_serving() or self._closing or self._urgent > 0 or len(self._queue) >= self.capacity
 
     def _disk_refused(self, error: OSError) -> None:
         self.refused["disk"] += 1
