@@ -578,6 +578,7 @@ def test_every_state_has_the_bits_of_a_run_by_itself_with_the_edges_its_manifest
     make_tiny: Any, monkeypatch: pytest.MonkeyPatch, kind: str, async_steps: int, pauses: bool
 ) -> None:
     monkeypatch.setattr(Pipeline, "can_pause", lambda self, rows: pauses)  # else chunks are shorter beside answers
+    monkeypatch.setattr(Pace, "note_step", lambda self, seconds, at_most: None)  # a chunk may take as long as a step
     lab = Lab(make_tiny(kind))
     prompts = [random_tokens(count, seed) for seed, count in enumerate((300, 70, 520, 83))]
     alone = lab.engine(grid=256)
