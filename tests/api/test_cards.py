@@ -46,6 +46,7 @@ def test_the_file_wins_over_the_card_and_the_user_over_both() -> None:
     given = card_of(file, names_in(file), {"temperature": 0.1, "max_tokens": 500})
     assert given.direct is not None
     assert (given.sampling.temperature, given.direct.temperature, given.max_tokens) == (0.1, 0.1, 500)
+    assert given.origin.startswith("max_tokens, temperature from the presets file, else ")
     assert given.sampling.top_k == 7
     derived = {"general.name": "My Coder", "general.base_model.0.name": "Qwen3.6 27B"}
     assert card_of(derived, names_in(derived)).origin == "the card of Qwen3.6"

@@ -84,10 +84,7 @@ def card_of(
     if not thinks and known.direct is not None:
         known = replace(known, sampling=known.direct, direct=None)
     card = _changed(known, _from_file(metadata), "the model's file")
-    given = dict(given or {})
-    limit = given.pop("max_tokens", None)
-    card = _changed(card, given, "the presets file", direct=True)
-    return card if limit is None else replace(card, max_tokens=int(limit))
+    return _changed(card, given or {}, "the presets file", direct=True)
 
 
 def names_in(metadata: Mapping[str, Any]) -> list[str]:
@@ -114,11 +111,13 @@ def _changed(card: ModelCard, values: Mapping[str, float], by: str, direct: bool
     if not values:
         return card
     fields: dict[str, Any] = {name: int(value) if name == "top_k" else value for name, value in values.items()}
+    limit = fields.pop("max_tokens", card.max_tokens)
     # The values of a card belong together, the server's own min_p does not belong to a file's temperature.
     base = card.sampling if card.sampling is not CAUTIOUS or direct else replace(CAUTIOUS, min_p=0.0)
     other = card.direct and (replace(card.direct, **fields) if direct else card.direct)
     origin = f"{', '.join(sorted(values))} from {by}, else {card.origin}"
-    return replace(card, sampling=replace(base, **fields), direct=other, origin=origin)
+    limit = None if limit is None else int(limit)
+    return replace(card, sampling=replace(base, **fields), direct=other, max_tokens=limit, origin=origin)
 
 
 def show(sampling: Sampling) -> str:
