@@ -279,8 +279,12 @@ def test_an_address_that_is_none_is_refused() -> None:
         (b'{"error": "boom"}', "boom"),
         (b'{"error": {"message": "no"}}', "no"),
         (b"{oops", "no event of an OpenAI-style stream: {oops"),
-        (b'{"choices": null}', "no event of an OpenAI-style stream"),
+        (b'{"choices": null}', "the answer has no tokens"),
         (b'{"choices": [{"text": 5}]}', "no event of an OpenAI-style stream"),
+        (b'{"a":' + b"[" * 200_000, "no event of an OpenAI-style stream"),
+        (b'{"choices": [{"text": "a"}], "usage": {"completion_tokens": "2"}}', "no event of an OpenAI-style stream"),
+        (b'{"choices": [{"text": "a"}], "rekindle": {"restored": null}}', "no event of an OpenAI-style stream"),
+        (b'{"choices": [{"text": "a", "token_ids": "abc"}]}', "no event of an OpenAI-style stream"),
         (b'{"choices": [{"text": "a"}], "error": null, "usage": {"prompt_tokens": null}}', None),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.paper_snapshots import FINGERPRINT, PaperModel, same
+from support.snapshot_lab import wait_until
 
 from rekindle.errors import BadRequest
 from rekindle.prefix import Miss, PrefixCache, local_tiers
@@ -416,11 +417,41 @@ def test_what_was_refused_is_saved_as_soon_as_the_disk_has_time(
     assert evicted is not None and cache.stats().refused_saves["queue"] >= 6
     assert cache.stats().saves_waiting == 8
     cache.quarantine(evicted, "it must not be saved")
+    assert cache.stats().saves_waiting == 7
     gate.set()
     cache.flush()
     stats = cache.stats()
     assert (stats.entries["disk"], stats.saves_waiting) == (7, 0)
     cache.close()
+
+
+@pytest.mark.parametrize("when", ["later", "at closing"])
+def test_what_waited_when_the_disk_refused_once_is_saved_all_the_same(
+    model: PaperModel, disk: DiskStore, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.setattr("rekindle.snapshots.writer.FIRST_PAUSE", 0.1 if when == "later" else 3600)
+    gate, save, fails = threading.Event(), disk.save, [OSError(errno.ENOSPC, "No space left on device")]
+
+    def full_once(*args: Any) -> Any:
+        gate.wait(30)
+        if fails:
+            raise fails.pop()
+        return save(*args)
+
+    monkeypatch.setattr(disk, "save", full_once)
+    cache = PrefixCache(local_tiers(PLENTY, disk))
+    for i in range(6):
+        cache.publish(model.snapshot(run(50, 100 * i)), MESSAGE)
+    gate.set()
+    if when == "later":
+        wait_until(lambda: cache.stats().entries["disk"] == 6)
+        assert cache.stats().saves_waiting == 0
+    else:
+        wait_until(lambda: cache.stats().saves_waiting == 6 and not fails)
+    cache.close()
+    fresh = again(disk)
+    assert all(fresh.known_length(run(50, 100 * i)) == 50 for i in range(6))
+    fresh.close()
 
 
 def test_what_was_refused_is_saved_at_closing(model: PaperModel, disk: DiskStore) -> None:

@@ -18,7 +18,7 @@ from rekindle.prompt import BoundaryKind
 from rekindle.snapshots.disk import DiskStore
 from rekindle.snapshots.record import Record
 from rekindle.snapshots.types import Snapshot
-from rekindle.snapshots.writer import FIRST_PAUSE, RANK, REST, DiskWriter, Save
+from rekindle.snapshots.writer import FIRST_PAUSE, LOOK, RANK, DiskWriter, Save
 
 
 class Clock:
@@ -138,7 +138,7 @@ def test_a_disk_that_refuses_is_asked_again_for_what_was_left_when_its_pause_is_
 def resting_writer(store: DiskStore, monkeypatch: pytest.MonkeyPatch, capacity: int) -> tuple[DiskWriter, list[float]]:
     """A writer whose saves say that every piece took an hour, and how long it meant to rest after each."""
     clock, rests = Clock(), list[float]()
-    writer = DiskWriter(store, capacity, clock)
+    writer = DiskWriter(store, capacity, clock, queue_bytes=0)
     real_save, real_wait = store.save, writer._changed.wait_for
 
     def save(snapshot: Snapshot, kind: BoundaryKind, conversation: str | None, rest: Callable[[], None]) -> Record:
@@ -165,7 +165,7 @@ def test_the_writer_rests_after_every_piece_but_lets_nobody_wait_for_it(
     writer.offer(save_of(snapshots(1)[0], done))
     writer.flush()  # would take days
     assert len(done) == 1
-    assert rests and set(rests) == {REST * 3600}
+    assert rests and set(rests) == {LOOK}, "of days, after each of which it looks whether it must go on resting"
     writer.close()
 
 
@@ -175,6 +175,42 @@ def test_the_writer_rests_for_nobody(store: DiskStore, monkeypatch: pytest.Monke
     done: list[Record | None] = []
     assert writer.offer(save_of(snapshots(1)[0], done))
     wait_until(lambda: len(done) == 1)  # would take days
+    writer.close()
+
+
+def test_the_rest_ends_with_the_last_answer(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, rests = resting_writer(store, monkeypatch, capacity=8)
+    writer._is_serving = lambda: len(rests) < 2
+    done: list[Record | None] = []
+    assert writer.offer(save_of(snapshots(1)[0], done))
+    wait_until(lambda: len(done) == 1)  # would take days
+    assert len(rests) >= 2
+    writer.close()
+
+
+def test_a_writer_that_was_closed_keeps_nobody_waiting(store: DiskStore) -> None:
+    writer, done = DiskWriter(store), list[Record | None]()
+    assert writer.offer(save_of(snapshots(1)[0], done))
+    writer.close()
+    writer.flush()
+    writer.close()
+    assert len(done) == 1
+
+
+def test_a_fault_of_whoever_is_asked_for_more_does_not_end_the_writer(
+    store: DiskStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, done = DiskWriter(store), list[Record | None]()
+
+    def fails() -> Save | None:
+        raise RuntimeError("on purpose")
+
+    writer.more = fails
+    for each in snapshots(2):
+        assert writer.offer(save_of(each, done))
+        writer.flush()
+    assert all(done) and len(done) == 2
+    assert "on purpose" in caplog.text
     writer.close()
 
 
@@ -254,6 +290,24 @@ def test_a_fault_in_one_save_does_not_end_the_writer(store: DiskStore, caplog: p
     writer.flush()
     assert len(done) == 1
     assert writer.refused["fault"] == 1
+    writer.close()
+
+
+def test_who_waits_for_a_save_that_fails_by_a_fault_is_told(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any) -> Record:
+        raise ValueError("a fault of ours")
+
+    writer, done = DiskWriter(store), list[Record | None]()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "save", broken)
+        assert writer.offer(save_of(snapshots(1)[0], done))
+        writer.flush()
+    assert done == [None] and writer.refused["fault"] == 1
+    assert writer.offer(save_of(snapshots(1)[0], done))
+    writer.flush()
+    assert done[1] is not None
     writer.close()
 
 

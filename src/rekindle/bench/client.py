@@ -231,7 +231,7 @@ async def _events(data: AsyncIterator[tuple[float, bytes]]) -> AsyncIterator[tup
             if found.startswith(b"{"):
                 try:
                     yield came, json.loads(found)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise _unlike(found) from error
 
 
@@ -250,8 +250,8 @@ def _note(answer: ServedAnswer, event: Any, came: float) -> None:
 
 
 def _take(answer: ServedAnswer, event: dict[str, Any], came: float) -> None:
-    for choice in event.get("choices", ()):
-        ids, delta = choice.get("token_ids") or [], choice.get("delta") or {}
+    for choice in event.get("choices") or ():
+        ids, delta = _listed(choice.get("token_ids")), choice.get("delta") or {}
         text = choice.get("text") or delta.get("content") or ""
         if ids or text or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls"):
             answer.arrivals.append(came)
@@ -259,10 +259,28 @@ def _take(answer: ServedAnswer, event: dict[str, Any], came: float) -> None:
             answer.text += text
             answer.tokens += len(ids) or 1
     usage = event.get("usage") or {}
-    answer.prompt = usage.get("prompt_tokens") or answer.prompt
-    answer.tokens = usage.get("completion_tokens") or answer.tokens
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    answer.prompt = _count(usage.get("prompt_tokens")) or answer.prompt
+    answer.tokens = _count(usage.get("completion_tokens")) or answer.tokens
+    cached = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
     if usage:
         answer.restored, answer.computed = {"cache": cached}, answer.prompt - cached
     if (report := event.get("rekindle")) is not None:
-        answer.restored, answer.computed = report["restored"], report["computed"]
+        restored = {str(tier): _count(tokens) for tier, tokens in report["restored"].items()}
+        answer.restored, answer.computed = restored, _count(report["computed"])
+
+
+def _count(value: object) -> int:
+    """Of tokens; 0 where a server leaves it out."""
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no number of tokens")
+    return value
+
+
+def _listed(ids: object) -> list[int]:
+    if ids is None:
+        return []
+    if not isinstance(ids, list):
+        raise TypeError(f"{ids!r} is no list of token ids")
+    return [_count(each) for each in ids]

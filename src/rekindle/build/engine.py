@@ -138,7 +138,10 @@ def _build(
     def busy() -> bool:
         return any(engine.busy for engine in engines)
 
-    prefixes = make_prefix_cache(config, model, plans, slabs, busy)
+    def serving() -> bool:
+        return any(engine.has_requests for engine in engines)
+
+    prefixes = make_prefix_cache(config, model, plans, slabs, serving)
     undo.callback(PrefixCache.close, prefixes)  # at once: no replica will
     settings = _engine_settings(config, model, plans, drafter_file)
     model.file.files.check()  # the fingerprint is of the bytes that were loaded

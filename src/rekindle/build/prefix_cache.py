@@ -76,7 +76,7 @@ def make_prefix_cache(
     config: Config, model: Model, plans: Sequence[Plan], slabs: list[Slabs], busy: Callable[[], bool]
 ) -> PrefixCache:
     """plans: of all replicas. Snapshots from disk are loaded into the slabs of the first GPU, if there is one: pinned
-    memory of one GPU serves every other of this process too. busy: whether a replica answers somebody."""
+    memory of one GPU serves every other of this process too. busy: whether a replica of this model has requests."""
     plan, ram = plans[0], sum(each.snapshot_ram for each in plans)
     asked, sizes = config.cache_ram, plan.snapshot_bytes
     if asked is not None and ram < asked // config.replicas * config.replicas:

@@ -99,15 +99,17 @@ class Auditor:
         return self._on_cpu and alone and ours.grid == cold.grid and not inherited
 
 
+NOTHING = torch.empty(0)  # beside a tensor that the other snapshot does not have
+
+
 def _pairs(ours: Snapshot, cold: Snapshot) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Every tensor of the one beside that of the other, with its name. A drafter's context changes no answer, and the
     cold run computes none."""
     layers = [part for part in ours.parts if part.layer != DRAFTER_LAYER]
     for mine, other in zip(layers, cold.parts, strict=True):
         a, b = _tensors(mine), _tensors(other)  # by name: files keep no order of their own within a part
-        assert a.keys() == b.keys(), f"layer {mine.layer}: {list(a)} and {list(b)}"
-        for name in a:
-            yield f"layer {mine.layer} {name}", a[name], b[name]
+        for name in a | b:
+            yield f"layer {mine.layer} {name}", a.get(name, NOTHING), b.get(name, NOTHING)
     if ours.logits is not None and cold.logits is not None:
         shared = min(len(ours.logits), len(cold.logits))  # earlier versions kept those of rows without a token too
         yield "the row of logits", ours.logits[:shared], cold.logits[:shared]

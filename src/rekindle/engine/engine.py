@@ -329,6 +329,11 @@ class Engine:
         """Whether some sequence runs. From any thread."""
         return bool(self._roster.running)
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether some sequence runs, or waits for its slot or for its snapshot. From any thread."""
+        return self.busy or bool(self._roster.line)
+
     def _is_idle(self) -> bool:
         """Whether nothing can be done until a command arrives. Idle time is used for captures, then for an audit."""
         if self._roster.running or self._flights or self._roster.may_admit:

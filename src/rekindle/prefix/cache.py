@@ -205,6 +205,7 @@ class PrefixCache:
         )
 
     def _stats_of_tiers(self) -> CacheStats:
+        left = self._moves.left  # first: what a tier takes from here meanwhile is counted there
         counts = {tier.name: tier.counts() for tier in self.tiers}
         lookups, publishing = self._lookups, self._publishing
         with self._lock:
@@ -223,7 +224,7 @@ class PrefixCache:
                 budgets={tier.name: tier.budget for tier in self.tiers},
                 states={name: each.state for name, each in counts.items()},
                 saves=sum(each.saves for each in counts.values()),
-                saves_waiting=sum(each.waiting for each in counts.values()) + self._moves.left,
+                saves_waiting=sum(each.waiting for each in counts.values()) + left,
                 refused_saves=dict(sum((Counter(each.refused) for each in counts.values()), Counter())),
                 bad_files=sum(each.bad_files for each in counts.values()),
             )

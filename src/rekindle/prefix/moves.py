@@ -42,7 +42,11 @@ class Moves:
     def left(self) -> int:
         """Snapshots that a tier refused and has yet to ask for."""
         with self._lock:
-            return sum(map(len, self._refused.values()))
+            tiers = self._catalogue.tiers
+            return sum(self._is_wanted(entry, tier) for tier in tiers for entry in self._refused[tier.name])
+
+    def _is_wanted(self, entry: Entry, tier: Tier) -> bool:
+        return not entry.gone and self._lacks(tier, entry)
 
     # In
 
@@ -102,7 +106,7 @@ class Moves:
             while refused:
                 entry = next(iter(refused))
                 del refused[entry]
-                found = self._catalogue.at_hand(entry) if not entry.gone and self._lacks(tier, entry) else None
+                found = self._catalogue.at_hand(entry) if self._is_wanted(entry, tier) else None
                 if found is not None:
                     entry.adding.add(tier.name)
                     return self._offer(entry, found[0], tier)
@@ -115,6 +119,8 @@ class Moves:
             unwanted = entry.gone
             if id is not None and not unwanted:
                 self._catalogue.hang(entry, tier, tokens, id)
+            if id is None and not unwanted and tier.counts().state == "troubled":
+                self._refused[tier.name][entry] = None  # the tier asks again when its pause is over
             self._finish_leaving(entry)
         if id is not None and unwanted:
             tier.remove(id)

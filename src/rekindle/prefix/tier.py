@@ -101,7 +101,8 @@ class Tier(Protocol):
 
     def add(self, offer: Offer, wait: bool = False) -> bool:
         """Take an offer, or refuse it at once. Does not wait for storage; with `wait` (at shutdown) it may wait for a
-        place in its queue. A tier that is not instant keeps its budget by asking for room before it writes."""
+        place in its queue. A tier that refused asks for what is `left` when it has a place. One that is not instant
+        keeps its budget by asking for room before it writes."""
 
     def load(self, id: str) -> Snapshot:
         """The snapshot, verified, bit for bit what was added. The last use is noted. Raises BadSnapshotFile where the

@@ -21,11 +21,13 @@ from rekindle.snapshots.types import Snapshot
 
 logger = logging.getLogger(__name__)
 
-# Bytes of snapshots that may wait beyond the few that always may: the memory of those that RAM has given up meanwhile.
+# Bytes of snapshots that may wait, where these are more than the few that always may: the memory of those that RAM has
+# given up meanwhile. Pages that several of them share count for each.
 QUEUE_BYTES = 256 << 20
 FIRST_PAUSE = 15.0  # seconds without an attempt after the disk refused
 LONGEST_PAUSE = 600.0
-REST = 9.0  # seconds of rest for every second of work
+REST = 9.0  # seconds of rest for every second of work …
+LOOK = 0.25  # … and between two looks whether there is still a reason to rest
 # Niceness: some 3 % of a core that others want. Not the lowest: a writer that is starved while it holds the
 # interpreter's lock holds up the token path too.
 RANK = 15
@@ -58,7 +60,7 @@ class DiskWriter:
         queue_bytes: int = QUEUE_BYTES,
         busy: Callable[[], bool] = lambda: True,
     ) -> None:
-        """capacity: snapshots that may wait, however large; beyond that, so many as have queue_bytes together. busy:
+        """capacity: snapshots that may wait, however large; more of them while all have no more than queue_bytes. busy:
         whether somebody is being answered, for whose sake the writer rests."""
         assert capacity > 0, "a queue of no length saves nothing"
         self.store = store
@@ -75,6 +77,7 @@ class DiskWriter:
         self._busy = False
         self._idle = False  # nothing waits, and there is no more
         self._closing = False
+        self._tried_at_last = False  # the disk, at shutdown, though it was in its pause
         self._urgent = 0  # threads that wait until everything is saved
         self._worked_from = 0.0
         self._pause = 0.0  # seconds; 0 while the disk works
@@ -108,8 +111,11 @@ class DiskWriter:
             return True
 
     def put(self, save: Save) -> bool:
-        """Queue a save, waiting for a place; for shutdown, never for the token path."""
+        """Queue a save, waiting for a place; for shutdown, never for the token path. A disk that refused the last one
+        is tried once more."""
         with self._changed:
+            if not self._tried_at_last:
+                self._tried_at_last, self._retry_at = True, 0.0
             self._changed.wait_for(lambda: len(self._queue) < self.capacity or self._closing)
         return self.offer(save)
 
@@ -122,7 +128,7 @@ class DiskWriter:
         return "queue" if is_full else None
 
     def flush(self) -> None:
-        """Wait until everything offered so far has been saved or refused, and there is no more."""
+        """Wait until everything offered so far has been saved or refused, and there is no more or the disk pauses."""
         with self._changed:
             self._urgent += 1
             self._changed.notify_all()
@@ -141,12 +147,18 @@ class DiskWriter:
     def _run(self) -> None:
         stand_back(RANK)
         while (save := self._next()) is not None:
+            # The last lines of defence of a thread that must outlive a fault of ours: without them every later save
+            # would wait for ever.
+            record = None
             try:
-                save.done(self._attempt(save))
+                record = self._attempt(save)
             except Exception:
-                # The last line of defence of a thread that must outlive a fault of ours: without it every later
-                # save would wait for ever.
                 logger.exception("disk writer: a save of %d tokens failed", save.snapshot.position)
+                self.refused["fault"] += 1
+            try:
+                save.done(record)
+            except Exception:
+                logger.exception("disk writer: nobody was told of a save of %d tokens", save.snapshot.position)
                 self.refused["fault"] += 1
             del save  # or the snapshot would live until the next one comes
             with self._changed:
@@ -163,9 +175,15 @@ class DiskWriter:
                     self._changed.notify_all()
                     return save
                 if self._closing:
+                    self._idle = True  # for whoever flushes now or later
+                    self._changed.notify_all()
                     return None
             pause = self._retry_at - self._clock()
-            more = self.more() if pause <= 0 else None
+            try:
+                more = self.more() if pause <= 0 else None
+            except Exception:
+                logger.exception("disk writer: what was refused cannot be asked for")
+                more = None
             with self._changed:
                 if more is not None:
                     self._busy = True
@@ -200,14 +218,18 @@ class DiskWriter:
 
     def _rest(self) -> None:
         """Hashing and writing take memory and processors from a decode step, so they are at it a tenth of the time;
-        not while nobody is answered, a thread waits for them, or more snapshots wait than always may."""
-        worked = self._clock() - self._worked_from
+        not while nobody is answered, a thread waits for them, or the next snapshot would find no place."""
+        now = self._clock()
+        until = now + REST * (now - self._worked_from)
         with self._changed:
-            self._changed.wait_for(self._in_a_hurry, timeout=REST * worked)
+            while (left := until - self._clock()) > 0:
+                if self._changed.wait_for(self._in_a_hurry, timeout=min(left, LOOK)):
+                    break
         self._worked_from = self._clock()
 
     def _in_a_hurry(self) -> bool:
-        return not self._is_serving() or self._closing or self._urgent > 0 or len(self._queue) >= self.capacity
+        is_full = len(self._queue) >= self.capacity and self._queued_bytes >= self._queue_bytes
+        return not self._is_serving() or self._closing or self._urgent > 0 or is_full
 
     def _disk_refused(self, error: OSError) -> None:
         self.refused["disk"] += 1
