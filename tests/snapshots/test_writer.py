@@ -180,11 +180,19 @@ def test_the_writer_rests_for_nobody(store: DiskStore, monkeypatch: pytest.Monke
 
 def test_the_rest_ends_with_the_last_answer(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, rests = resting_writer(store, monkeypatch, capacity=8)
-    writer._is_serving = lambda: len(rests) < 2
+    clock, looks = writer._clock, list[bool]()
+
+    def serving() -> bool:
+        """While the first pieces are saved; a tenth of a second passes from look to look."""
+        clock.now += 0.1  # type: ignore[attr-defined]
+        looks.append(len(looks) < 5)
+        return looks[-1]
+
+    writer._is_serving = serving
     done: list[Record | None] = []
     assert writer.offer(save_of(snapshots(1)[0], done))
     wait_until(lambda: len(done) == 1)  # would take days
-    assert len(rests) >= 2
+    assert looks[:8] == [True] * 5 + [False] * 3, "it goes on resting for a moment"
     writer.close()
 
 

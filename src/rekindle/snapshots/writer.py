@@ -27,7 +27,7 @@ QUEUE_BYTES = 256 << 20
 FIRST_PAUSE = 15.0  # seconds without an attempt after the disk refused
 LONGEST_PAUSE = 600.0
 REST = 9.0  # seconds of rest for every second of work …
-LOOK = 0.25  # … and between two looks whether there is still a reason to rest
+LOOK = 0.25  # … between two looks whether there is still a reason to rest, and without an answer until there is none
 # Niceness: some 3 % of a core that others want. Not the lowest: a writer that is starved while it holds the
 # interpreter's lock holds up the token path too.
 RANK = 15
@@ -71,6 +71,7 @@ class DiskWriter:
         self.refused: Counter[str] = Counter()  # by reason
         self._clock = clock
         self._is_serving = busy
+        self._served_at = -LOOK  # when somebody was last seen being answered
         self._queue: deque[Save] = deque()
         self._queue_bytes = queue_bytes
         self._queued_bytes = 0
@@ -217,8 +218,9 @@ class DiskWriter:
         return record
 
     def _rest(self) -> None:
-        """Hashing and writing take memory and processors from a decode step, so they are at it a tenth of the time;
-        not while nobody is answered, a thread waits for them, or the next snapshot would find no place."""
+        """Hashing and writing take memory and processors from a decode step, so they are at it a tenth of the time; all
+        of it while nobody has been answered for a moment, a thread waits for them, or the next snapshot would find no
+        place."""
         now = self._clock()
         until = now + REST * (now - self._worked_from)
         with self._changed:
@@ -229,7 +231,14 @@ class DiskWriter:
 
     def _in_a_hurry(self) -> bool:
         is_full = len(self._queue) >= self.capacity and self._queued_bytes >= self._queue_bytes
-        return not self._is_serving() or self._closing or self._urgent > 0 or is_full
+        return self._is_quiet() or self._closing or self._urgent > 0 or is_full
+
+    def _is_quiet(self) -> bool:
+        """For some time: between two requests of an agent nobody is answered either."""
+        now = self._clock()
+        if self._is_serving():
+            self._served_at = now
+        return now - self._served_at >= LOOK
 
     def _disk_refused(self, error: OSError) -> None:
         self.refused["disk"] += 1
