@@ -179,7 +179,7 @@ def test_the_writer_rests_for_nobody(store: DiskStore, monkeypatch: pytest.Monke
 
 
 def test_the_rest_ends_with_the_last_answer(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, rests = resting_writer(store, monkeypatch, capacity=8)
+    writer, _ = resting_writer(store, monkeypatch, capacity=8)
     clock, looks = writer._clock, list[bool]()
 
     def serving() -> bool:
