@@ -219,8 +219,8 @@ class DiskWriter:
 
     def _rest(self) -> None:
         """Hashing and writing take memory and processors from a decode step, so they are at it a tenth of the time; all
-        of it while nobody has been answered for a moment, a thread waits for them, or the next snapshot would find no
-        place."""
+        of it while nobody has been answered for a moment, a thread waits for them, or so many snapshots wait as always
+        may: of a queue that fills up what comes last would be refused, and perhaps lost."""
         now = self._clock()
         until = now + REST * (now - self._worked_from)
         with self._changed:
@@ -230,8 +230,7 @@ class DiskWriter:
         self._worked_from = self._clock()
 
     def _in_a_hurry(self) -> bool:
-        is_full = len(self._queue) >= self.capacity and self._queued_bytes >= self._queue_bytes
-        return self._is_quiet() or self._closing or self._urgent > 0 or is_full
+        return self._is_quiet() or self._closing or self._urgent > 0 or len(self._queue) >= self.capacity
 
     def _is_quiet(self) -> bool:
         """For some time: between two requests of an agent nobody is answered either."""
