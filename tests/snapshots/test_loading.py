@@ -36,7 +36,7 @@ PAGES = 12 * READERS
 class PaperFiles(PlainFiles):
     """Notes what it is asked for; before a read it does what it was told."""
 
-    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
         self.asked = list[list[FileRead]]()
         self._before = before
 
@@ -276,7 +276,7 @@ def test_loads_that_memory_cannot_hold_together_wait_for_each_other(tmp_path: Pa
     store.close()
 
 
-def test_a_load_that_waits_for_room_is_overtaken_by_none(tmp_path: Path) -> None:
+def test_a_load_that_waits_for_room_is_overtaken_by_none() -> None:
     """However many smaller ones come after it."""
     under_way, entered = LoadsUnderWay(), list[str]()
     gates = {name: threading.Event() for name in ("first", "large", "small")}
@@ -331,7 +331,7 @@ def test_a_load_that_has_waited_takes_memory_only_then_and_reads_no_page_that_an
 
     monkeypatch.setattr(loading, "MANY_THREADS", 1)
     monkeypatch.setattr(loading, "digest", noted)
-    files = PaperFiles(lambda: [gate.wait()].clear())
+    files = PaperFiles(gate.wait)
     store = DiskStore(tmp_path, FINGERPRINT, BUDGET, files=files)
     take, taken = store._loader._own_memory, list[Manifest]()
     monkeypatch.setattr(store._loader, "_own_memory", lambda listed: taken.append(listed) or take(listed))

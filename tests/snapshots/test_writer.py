@@ -54,16 +54,21 @@ def test_everything_offered_is_on_disk_after_a_flush(store: DiskStore) -> None:
     writer.close()
 
 
-def test_a_full_queue_refuses_at_once_and_counts(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, started = threading.Event(), threading.Event()
-    real = store.save
+def slow_saves(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """No save ends before the first event is set; the second says that one has begun."""
+    gate, started, real = threading.Event(), threading.Event(), store.save
 
-    def slow(*args: object) -> Record:
+    def slow(*args: Any) -> Record:
         started.set()
         assert gate.wait(30)
-        return real(*args)  # type: ignore[arg-type]
+        return real(*args)
 
     monkeypatch.setattr(store, "save", slow)
+    return gate, started
+
+
+def test_a_full_queue_refuses_at_once_and_counts(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, started = slow_saves(store, monkeypatch)
     writer = DiskWriter(store, capacity=2, queue_bytes=0)
     done: list[Record | None] = []
     first, *others = snapshots(4)
@@ -77,15 +82,7 @@ def test_a_full_queue_refuses_at_once_and_counts(store: DiskStore, monkeypatch: 
 
 
 def test_more_wait_where_they_are_small(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, started = threading.Event(), threading.Event()
-    real = store.save
-
-    def slow(*args: Any) -> Record:
-        started.set()
-        assert gate.wait(30)
-        return real(*args)
-
-    monkeypatch.setattr(store, "save", slow)
+    gate, started = slow_saves(store, monkeypatch)
     first, *others = snapshots(7)
     sizes = [save_of(each, []).nbytes for each in others]
     pages = sum(page.nbytes for part in first.parts for page in part.pages)

@@ -212,7 +212,7 @@ class Publisher:
 def _own_row(row: OnHost) -> torch.Tensor:
     """The row in memory of its own, since the pinned memory serves the next row. Law 5: every logit is a number."""
     own = row.take(torch.clone)
-    # A sum has no number where one of its terms has none. It takes a fortieth of a look at each of 250,000, which runs
+    # A sum has no number where one of its terms has none. It takes a thirtieth of a look at each of 250,000, which runs
     # beside the next request; only a sum that is none itself is looked into.
     if not bool(own.sum().isfinite()) and not bool(own.isfinite().all()):
         raise BadLogits("its logits are not finite")

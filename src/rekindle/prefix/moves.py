@@ -1,6 +1,7 @@
 """Snapshots on their way into tiers, between them and out of them.
 
 published     offered to every tier; a point of the lattice to those in memory only
+refused       stays in memory, and goes to the tier when that asks for what is left
 found slow    promoted: offered to every tier that is faster
 over budget   evicted: a copy in memory that no other tier has is offered to the slower ones first, and is found
               where it was until one of them has it; a point of the lattice just goes

@@ -72,7 +72,7 @@ class DiskWriter:
         self._clock = clock
         self._is_serving = busy
         self._served_at = -LOOK  # when somebody was last seen being answered
-        self._queue: deque[Save] = deque()
+        self._queue: deque[tuple[Save, int]] = deque()  # with their bytes
         self._queue_bytes = queue_bytes
         self._queued_bytes = 0
         self._busy = False
@@ -102,12 +102,13 @@ class DiskWriter:
     def offer(self, save: Save) -> bool:
         """Queue a save, or refuse it at once; never waits."""
         with self._changed:
-            reason = self._refusal(save)
+            nbytes = save.nbytes
+            reason = self._refusal(nbytes)
             if reason is not None:
                 self.refused[reason] += 1
                 return False
-            self._queue.append(save)
-            self._queued_bytes += save.nbytes
+            self._queue.append((save, nbytes))
+            self._queued_bytes += nbytes
             self._changed.notify_all()
             return True
 
@@ -120,12 +121,12 @@ class DiskWriter:
             self._changed.wait_for(lambda: len(self._queue) < self.capacity or self._closing)
         return self.offer(save)
 
-    def _refusal(self, save: Save) -> str | None:
+    def _refusal(self, nbytes: int) -> str | None:
         if self._closing:
             return "closing"
         if self._clock() < self._retry_at:
             return "disk"
-        is_full = len(self._queue) >= self.capacity and self._queued_bytes + save.nbytes > self._queue_bytes
+        is_full = len(self._queue) >= self.capacity and self._queued_bytes + nbytes > self._queue_bytes
         return "queue" if is_full else None
 
     def flush(self) -> None:
@@ -171,8 +172,8 @@ class DiskWriter:
             with self._changed:
                 if self._queue:
                     self._busy = True
-                    save = self._queue.popleft()
-                    self._queued_bytes -= save.nbytes
+                    save, nbytes = self._queue.popleft()
+                    self._queued_bytes -= nbytes
                     self._changed.notify_all()
                     return save
                 if self._closing:
