@@ -70,7 +70,7 @@ def test_messages_are_sent_with_all_that_was_said(server: Server) -> None:
         assert sum(after["restored"].values()) > 0.9 * before["sent"]
     assert all(sum(row["restored"].values()) + row["computed"] == row["sent"] for row in found.values())
     assert [found[f"{name} again"]["computed"] for name in ("prompt 100", "turn 2 on 100", "turn 3 on 100")] == [0] * 3
-    assert first["answered"] == 6 and first["decode"] > 0
+    assert first["answered"] == 6  # which may all have come at once, so that they have no speed
 
 
 def test_prompts_share_their_beginning_and_come_at_a_rate(server: Server) -> None:
