@@ -402,6 +402,38 @@ def test_snapshots_of_those_who_come_in_later_are_read_before_the_first_step(
     assert_nothing_is_held(engine)
 
 
+def test_all_reads_from_disk_begin_before_a_slot_is_filled(lab: Lab, tmp_path: Path) -> None:
+    """Filling one takes some milliseconds, and readers would stand idle behind the first that is known."""
+    prompts = [Prompt(random_tokens(150, 70 + seed)) for seed in range(3)]
+    before = lab.engine(tmp_path)
+    expected = [Answer(before, prompt).tokens for prompt in prompts]
+    before.stop()
+    disk = DiskStore(tmp_path, "f" * 64, 1 << 30)
+    engine = Engine(
+        Pipeline([lab.stage(slots=4, pages=400)]),
+        PrefixCache(local_tiers(1 << 28, disk)),
+        EngineSettings(context=2048, grid=64),
+    ).start()
+    Answer(engine, prompts[0]).wait()  # from now on in RAM
+    asked, load, restore, counts = list[str](), disk.load, engine.pipeline.restore, list[int]()
+    disk.load = lambda id: (asked.append(id), load(id))[1]  # type: ignore[method-assign]
+
+    def restored(*state: Any) -> None:
+        if not counts:
+            wait_until(lambda: len(asked) == 2)
+        counts.append(len(asked))
+        restore(*state)
+
+    engine.pipeline.restore = restored  # type: ignore[method-assign]
+    with arriving_together(engine):
+        again = [Answer(engine, prompt) for prompt in prompts]
+    assert [answer.tokens for answer in again] == expected
+    assert [answer.finished.cache.restored for answer in again] == [150] * 3
+    assert counts == [2] * 3
+    engine.stop()
+    assert_nothing_is_held(engine)
+
+
 @pytest.mark.parametrize("between", [0, AT_FIRST - 2, AT_FIRST - 1, AT_FIRST])
 def test_a_twin_far_behind_in_line_restores_what_it_shares_with_the_first(lab: Lab, between: int) -> None:
     """Also where the first is launched before the twin comes in."""

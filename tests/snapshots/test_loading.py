@@ -204,6 +204,31 @@ def test_loads_at_once_share_the_readers_and_none_waits_for_another(tmp_path: Pa
     assert all(same(loaded[record.id], snapshot) for record, snapshot in zip(records, snapshots, strict=True))
 
 
+def test_beside_another_load_readers_read_several_runs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if READERS == 1:
+        pytest.skip("one reader reads one load after the other")
+    monkeypatch.setattr(loading, "READERS", 2)  # half of them is one
+    snapshots = [PaperModel(state=32).snapshot(list(range(start, start + 20))) for start in (0, 100)]
+    records = [saved(tmp_path, snapshot) for snapshot in snapshots]
+    gate = threading.Event()
+    files = PaperFiles(lambda: gate.wait(60))
+    store = DiskStore(tmp_path, FINGERPRINT, BUDGET, slabs=Slabs(size=1 << 13), files=files)
+    with ThreadPoolExecutor(2) as both:
+        first = both.submit(store.load, records[0].id)
+        wait_until(lambda: bool(files.asked))
+        second = both.submit(store.load, records[1].id)
+        wait_until(lambda: store._loader._under_way.count == 2)
+        gate.set()
+        assert same(first.result(), snapshots[0])
+        assert same(second.result(), snapshots[1])
+    store.close()
+    counts = {
+        record.id: [len(reads) for reads in files.asked if reads[0][0].endswith(record.own)] for record in records
+    }
+    runs = len(counts[records[0].id])
+    assert runs > 2 and counts == {records[0].id: [1] * runs, records[1].id: [runs]}
+
+
 def test_a_large_object_is_hashed_on_all_cores_unless_another_load_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,8 +68,19 @@ class Admission:
         """Fill free slots, or so many of them at most. A first token is drawn behind the state of the prompt before,
         which travels for a while: the next prompt is handed over meanwhile."""
         firsts: Firsts = deque()
+        self._read_ahead()
         self._fill_slots(firsts, most)
         self._collect(firsts, wait=True)
+
+    def _read_ahead(self) -> None:
+        """Of several in line, all reads from disk begin before the first slot is filled, which takes some
+        milliseconds: readers would stand idle behind it."""
+        if len(self._roster.line) < 2:
+            return
+        for sequence in tuple(self._roster.line)[: self._roster.slots_left]:
+            if self._restorer.must_be_read(sequence) and not self._twins.is_ahead_of(sequence):
+                with self._endings.isolated(sequence):
+                    self._restorer.read_ahead(sequence)
 
     def _fill_slots(self, firsts: Firsts, most: int | None) -> None:
         """In order of the line. A sequence that waits for the disk keeps a slot free, and the next may go before it. A
@@ -79,10 +90,8 @@ class Admission:
             if self._roster.slots_left == reserved:
                 return
             if len(self._roster.running) == enough:
-                if not self._twins.is_ahead_of(sequence):
-                    with self._endings.isolated(sequence):
-                        self._restorer.read_ahead(sequence)
-                    reserved += 1  # read or not, it comes in before those behind it
+                # Read or not, it comes in before those behind it.
+                reserved += not self._twins.is_ahead_of(sequence)
                 continue
             if sequence.namespace in held_up:
                 continue

@@ -93,14 +93,17 @@ class Restorer:
             return self._open_for_scores(sequence)
         return self._restore_prefix(sequence, alone)
 
-    def read_ahead(self, sequence: Sequence) -> None:
-        """It gets no slot yet: if its snapshot lies on disk, it is read while others come into theirs."""
+    def must_be_read(self, sequence: Sequence) -> bool:
+        """Whether its snapshot lies on disk, and nobody has begun to read it."""
         waits = isinstance(sequence.state, Waiting) and sequence.state.found is None
         if not waits or sequence.background or sequence.audit is not None or sequence.scores_prompt:
-            return
+            return False
         kept = self._roster.kept.known_length(sequence.key, sequence.namespace)
-        if self._prefixes.must_be_read(sequence.key, sequence.namespace, beyond=kept):
-            self._read(sequence)
+        return self._prefixes.must_be_read(sequence.key, sequence.namespace, beyond=kept)
+
+    def read_ahead(self, sequence: Sequence) -> None:
+        """It gets no slot yet: its snapshot is read while others come into theirs."""
+        self._read(sequence)
 
     def take_loaded(self, sequence: Sequence) -> None:
         """Its snapshot has been read; raises what kept the loader from reading. A sequence that ended is let be."""

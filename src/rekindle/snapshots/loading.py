@@ -174,7 +174,7 @@ class Loader:
         own = self._own_memory(listed)
         with Reads(self._readers) as own_reads, Reads(self._readers) as page_reads:
             unread = deque(range(len(own)))
-            own_reads.begin([partial(self._read_own, listed, own, number, unread) for number in range(len(own))])
+            own_reads.begin([partial(self._read_own, listed, own, part, unread) for part in self._shares(len(own))])
             if make_room is not None and self._under_way.coming > self._slabs.spare():
                 own_reads.finish()  # alone, so that an altered one evicts nothing
                 make_room(self._under_way.coming)  # for all of them, none of which the tier counts yet
@@ -211,16 +211,25 @@ class Loader:
         runs = layout.own_runs(listed, self._slabs.size)
         return [(run, self._own_cuts.cut(run.stop - run.start)) for run in runs]
 
+    def _shares(self, runs: int) -> list[range]:
+        """Of so many runs, what readers read at once. Beside other loads all readers have work, and take several: after
+        each they wait for the interpreter's lock."""
+        others = self._under_way.count - 1
+        parts = min(runs, max(1, READERS // (others + 1))) if others else runs
+        return [range(runs * part // parts, runs * (part + 1) // parts) for part in range(parts)]
+
     def _read_own(
-        self, listed: Manifest, own: Sequence[tuple[OwnRun, SlabSlice]], number: int, unread: deque[int]
+        self, listed: Manifest, own: Sequence[tuple[OwnRun, SlabSlice]], part: range, unread: deque[int]
     ) -> None:
-        """One run of it. unread: as many numbers as runs that are not read yet; whoever takes out the last one verifies
-        all of it, on a reader's thread, whose priority the threads of blake3 have then: beside other loads on that
-        thread alone, since all cores are at work."""
-        run, piece = own[number]
-        piece.slab.make()
-        read_whole(self._files, [(self._path(listed.own), run.start, [piece.memory])], listed.own_bytes)
-        if unread.pop() == 0:
+        """Some runs of it. unread: as many numbers as runs that are not read yet; whoever takes out the last one
+        verifies all of it, on a reader's thread, whose priority the threads of blake3 have then: beside other loads on
+        that thread alone, since all cores are at work."""
+        taken = [own[number] for number in part]
+        for _, piece in taken:
+            piece.slab.make()
+        path = self._path(listed.own)
+        read_whole(self._files, [(path, run.start, [piece.memory]) for run, piece in taken], listed.own_bytes)
+        if not [unread.pop() for _ in part][-1]:
             many = listed.own_bytes >= MANY_THREADS and self._under_way.count == 1
             self._check(listed.own, digest((piece.memory for _, piece in own), blake3.AUTO if many else 1))
 

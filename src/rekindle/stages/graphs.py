@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -123,9 +123,9 @@ class _Step:
         for number in range(len(self.sections)):
             self.run_section(number)
 
-    def warm(self) -> None:
-        """One layer of every kind: all kernels of the step."""
-        self._leave(*self._run(self._enter(), self._model.unlike_layers))
+    def warm(self, layers: Sequence[HybridLayer]) -> None:
+        """Through some layers alone: of every kind one, for all kernels of the step."""
+        self._leave(*self._run(self._enter(), layers))
 
     def run_section(self, number: int) -> None:
         layers = self.sections[number]
@@ -255,6 +255,10 @@ class RecordedSteps:
                 self._give_up(held[0])
         return step
 
+    @cached_property
+    def _unlike_layers(self) -> Sequence[HybridLayer]:
+        return self._model.unlike_layers
+
     def _give_up(self, key: tuple[GraphShape, Taps]) -> None:
         if self._model.device.type == "cuda":
             with _recording:
@@ -280,7 +284,7 @@ class RecordedSteps:
         # The first of its kind runs through all layers: some keep memory that is made when they first run, and what is
         # made while a step is recorded holds nothing before that step is replayed.
         kind = (shape.is_chunk, shape.rewindable, shape.far, shape.notes)
-        warm = step.warm if kind in self._run_once else step.run
+        warm = partial(step.warm, self._unlike_layers) if kind in self._run_once else step.run
         for number in range(len(sections)):
             step.replays.append(self._record(partial(step.run_section, number), warm if number == 0 else _nothing))
         self._run_once.add(kind)
