@@ -120,7 +120,7 @@ class Elsewhere:
         self._monkeypatch.setattr(compile_ahead, "_command", lambda _: [sys.executable, "-c", code])
 
     def compiling(self, on_progress: compile_ahead.Progress | None = None) -> AbstractContextManager[None]:
-        return compiling_ahead(lambda: replace(JOB, stamp=str(self.stamp)), on_progress)
+        return compiling_ahead(replace(JOB, stamp=str(self.stamp)), on_progress)
 
 
 @pytest.fixture
@@ -142,31 +142,6 @@ def test_a_later_start_finds_the_stamp_and_compiles_nothing(elsewhere: Elsewhere
     with elsewhere.compiling():
         pass
     assert not elsewhere.started.exists()
-
-
-def test_the_load_does_not_wait_until_it_is_known_what_must_be_compiled(elsewhere: Elsewhere) -> None:
-    """Triton is imported for it, and all our sources are read."""
-    elsewhere.runs("")
-    loading, asked = threading.Event(), list[bool]()
-
-    def make_job() -> CompileJob:
-        asked.append(loading.wait(60))
-        return replace(JOB, stamp=str(elsewhere.stamp))
-
-    with compiling_ahead(make_job):
-        loading.set()
-    assert asked == [True]
-    assert elsewhere.started.exists()
-
-
-def test_a_job_that_cannot_be_made_is_an_error_of_the_start() -> None:
-    def make_job() -> CompileJob:
-        raise OSError("no Triton")
-
-    with pytest.raises(OSError, match="no Triton"), compiling_ahead(make_job):
-        pass
-    with pytest.raises(ValueError, match="the file is bad"), compiling_ahead(make_job):
-        raise ValueError("the file is bad")
 
 
 def test_a_failure_to_compile_ahead_is_said_and_does_not_stop_the_start(

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -35,9 +34,6 @@ from rekindle.weights import WeightFile
 log = logging.getLogger("rekindle.build")
 
 Progress = Callable[[int, int], None]  # done, in all
-
-# Loaded for a GPU: while one waits for its bytes, which come through buffers that all share, another is packed.
-LAYERS_AT_ONCE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +120,10 @@ def load_stage(
     with ExitStack() as loading:
         if device.type == "cuda":
             loading.enter_context(torch.cuda.device(device))  # kernels pack the weights, on the current device
-            loading.enter_context(compiling_ahead(partial(_compile_job, file, config), on_kernels))
+            watch_first_launches()  # imports Triton, before threads do: of two that import it together one finds a part
+            loading.enter_context(compiling_ahead(_compile_job(file, config), on_kernels))
         with preparing_launches() if device.type == "cuda" else nullcontext():
-            at_once = LAYERS_AT_ONCE if device.type == "cuda" and experts is None else 1
-            span = load_span(file, config.span, device, dtype, on_progress, experts, at_once)
+            span = load_span(file, config.span, device, dtype, on_progress, experts)
         file.files.check()
         if memory is None and config.slot_pages:  # after the weights, which take more while they are loaded
             memory = _shared_memory(file, config, device, dtype)
@@ -178,18 +174,15 @@ def _shared_memory(file: WeightFile, config: StageConfig, device: torch.device, 
 
 
 def _compile_job(file: WeightFile, config: StageConfig) -> CompileJob:
-    device = torch_device(config.device)
-    with torch.cuda.device(device):
-        watch_first_launches()
-        return make_job(
-            file,
-            config.span,
-            device=device,
-            dtype=config.dtype,
-            slots=config.slots,
-            kv=(config.kv_type, *kv_choice(config.kv_mode, config.kv_policy)),
-            cache_slots=[] if config.hot is None else _cache_sizes(config, file.spec.ffn.used),
-        )
+    return make_job(
+        file,
+        config.span,
+        device=torch_device(config.device),
+        dtype=config.dtype,
+        slots=config.slots,
+        kv=(config.kv_type, *kv_choice(config.kv_mode, config.kv_policy)),
+        cache_slots=[] if config.hot is None else _cache_sizes(config, file.spec.ffn.used),
+    )
 
 
 def _cache_sizes(config: StageConfig, used: int) -> list[tuple[int, int]]:

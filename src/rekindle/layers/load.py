@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -32,15 +29,12 @@ def load_span(
     dtype: torch.dtype,
     on_progress: Progress | None = None,
     experts: SpanExperts | None = None,
-    at_once: int = 1,
 ) -> ModelSpan:
     """The layers of `span`; with the embedding if it starts the model, with the head if it ends it.
 
-    Every expert goes to the device unless `experts` says which. at_once: layers, on as many threads; one after the
-    other where experts stay in RAM, since each such layer continues what the last one began.
+    Every expert goes to the device unless `experts` says which.
     """
-    assert at_once == 1 or experts is None, "layers with cold experts follow one another"
-    return _Loader(file, span, device, dtype, on_progress, experts).load(at_once)
+    return _Loader(file, span, device, dtype, on_progress, experts).load()
 
 
 def load_head(file: WeightFile, device: torch.device, dtype: torch.dtype) -> Head:
@@ -57,12 +51,11 @@ class _Loader:
     on_progress: Progress | None
     experts: SpanExperts | None
     done: int = 0
-    _counting: threading.Lock = field(default_factory=threading.Lock)
 
-    def load(self, at_once: int) -> ModelSpan:
+    def load(self) -> ModelSpan:
         spec = self.file.spec
         self.total = self._total_bytes()
-        layers = self._layers(at_once)
+        layers = [self.layer(index) for index in self.span.layers]
         head = self.head() if self.span.stop == spec.layers else None
         return ModelSpan(
             spec=spec,
@@ -73,17 +66,6 @@ class _Loader:
             embedding=self.embedding(head) if self.span.start == 0 else None,
             head=head,
         )
-
-    def _layers(self, at_once: int) -> list[HybridLayer]:
-        if at_once == 1:  # on this thread, where the process that compiles ahead has tensors without memory
-            return [self.layer(index) for index in self.span.layers]
-        with ThreadPoolExecutor(at_once, "rekindle-layers") as threads:
-            return list(threads.map(self._layer_on_device, self.span.layers))
-
-    def _layer_on_device(self, index: int) -> HybridLayer:
-        """The current device is each thread's own."""
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            return self.layer(index)
 
     def embedding(self, head: Head | None) -> Embedding:
         return load_embedding(self.file, self.device, self.dtype, None if head is None else head.matrix)
@@ -138,10 +120,9 @@ class _Loader:
         return total
 
     def _count(self, nbytes: int) -> None:
-        with self._counting:
-            self.done += nbytes
-            if self.on_progress is not None:
-                self.on_progress(self.done, self.total)
+        self.done += nbytes
+        if self.on_progress is not None:
+            self.on_progress(self.done, self.total)
 
 
 @dataclass(frozen=True, slots=True)

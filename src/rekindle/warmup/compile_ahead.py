@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,59 +71,33 @@ class CompileJob:
 
 
 @contextmanager
-def compiling_ahead(make_job: Callable[[], CompileJob], on_progress: Progress | None = None) -> Iterator[None]:
+def compiling_ahead(job: CompileJob, on_progress: Progress | None = None) -> Iterator[None]:
     """Another process compiles the kernels while the block runs; leaving the block waits for it.
 
-    A kernel that could not be compiled ahead is compiled at its first launch; the log says why. make_job: is called on
-    a thread, since to import Triton and to read our sources takes half a second.
+    A kernel that could not be compiled ahead is compiled at its first launch; the log says why.
     """
-    with ThreadPoolExecutor(1, "rekindle-kernels") as thread:
-        beginning = thread.submit(lambda: _Compiling.begin(make_job(), on_progress))
-        try:
-            yield
-        except BaseException:
-            if beginning.exception() is None and (compiling := beginning.result()) is not None:
-                compiling.end()
-            raise
-        if (compiling := beginning.result()) is not None:
-            compiling.wait()
-
-
-class _Compiling:
-    """The process at work."""
-
-    @classmethod
-    def begin(cls, job: CompileJob, on_progress: Progress | None) -> _Compiling | None:
-        """None where a stamp says that all has been compiled."""
-        return None if Path(job.stamp).exists() else cls(job, on_progress)
-
-    def __init__(self, job: CompileJob, on_progress: Progress | None) -> None:
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(  # in a session of its own, so that killpg ends its workers too
-            _command(job), stdout=subprocess.PIPE, stderr=self._errors, text=True, start_new_session=True
-        )
-        self._signs = queue.SimpleQueue[bool]()  # True at every kernel, False at the end
-        Thread(target=_follow, args=(self._process, on_progress, self._signs), daemon=True).start()
-
-    def wait(self) -> None:
-        try:
-            stuck = _is_stuck(self._signs)
-        except BaseException:
-            self.end()
-            raise
-        if stuck:
-            self.end()
-            log.warning("no kernel was compiled for %g s; the rest is compiled when it is first needed", STUCK)
-            return
-        with self._errors, self._process:
-            if self._process.wait():
-                self._errors.seek(0)
-                why = self._errors.read().strip()[-2000:]
-                log.warning("kernels are compiled when they are first needed: %s", why)
-
-    def end(self) -> None:
-        with self._errors, self._process:
-            os.killpg(self._process.pid, signal.SIGKILL)
+    if Path(job.stamp).exists():
+        yield
+        return
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(  # in a session of its own, so that killpg ends its workers too
+            _command(job), stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        ) as process:
+            signs = queue.SimpleQueue[bool]()  # True at every kernel, False at the end
+            Thread(target=_follow, args=(process, on_progress, signs), daemon=True).start()
+            try:
+                yield
+                stuck = _is_stuck(signs)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+            if stuck:
+                os.killpg(process.pid, signal.SIGKILL)
+                log.warning("no kernel was compiled for %g s; the rest is compiled when it is first needed", STUCK)
+                return
+        if process.returncode:
+            errors.seek(0)
+            log.warning("kernels are compiled when they are first needed: %s", errors.read().strip()[-2000:])
 
 
 def _is_stuck(signs: queue.SimpleQueue[bool]) -> bool:
