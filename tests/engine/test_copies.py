@@ -15,6 +15,7 @@ from support.answers import arriving_together
 from support.snapshot_lab import Answer, Lab, RecordingCache, random_tokens, same_bits, wait_until
 
 from rekindle.batch import Batch, Segment, Wanted
+from rekindle.engine.drafting import NO_DRAFTS, Drafts
 from rekindle.engine.engine import Engine, EngineSettings
 from rekindle.engine.types import Token
 from rekindle.errors import CopyFailed
@@ -22,6 +23,7 @@ from rekindle.prefix import PrefixCache, local_tiers
 from rekindle.prompt import Prompt
 from rekindle.shards.parts import export_parts
 from rekindle.snapshots.types import Part, copies_done
+from rekindle.speculative.lookup import PromptLookup
 from rekindle.stages import LocalStage, Pipeline
 
 T = TypeVar("T")
@@ -178,6 +180,126 @@ def test_where_a_capture_would_wait_other_chunks_are_launched_first_and_none_is_
     at_end = [snapshot for snapshot in cache.seen if len(snapshot.tokens) == length]
     assert len(at_end) == 4
     assert all(same_bits(snapshot, lab.cold(snapshot)) for snapshot in at_end)
+
+
+class CrowdedStage(FullStage):
+    """One that has room when the test says so."""
+
+    def __init__(self, stage: LocalStage, happened: list[str]) -> None:
+        super().__init__(stage, happened)
+        self.room = False
+
+    def has_room_for_capture(self) -> bool:
+        return self.room
+
+
+class Crowd:
+    """An engine that keeps slots, whose answers end while there is no room for what they leave."""
+
+    def __init__(self, lab: Lab, **settings: Any) -> None:
+        self.happened = list[str]()
+        self.stage = CrowdedStage(lab.stage(slots=2), self.happened)
+        self.engine = lab.engine(stages=[self.stage], keeps=True, **settings)
+
+    def ask(self, prompt: Prompt) -> tuple[Answer, tuple[int, ...]]:
+        """And all tokens that the state behind the answer has consumed."""
+        answer = Answer(self.engine, prompt, max_tokens=6)
+        return answer, (*prompt.tokens, *answer.tokens[:-1])
+
+    @property
+    def captures(self) -> int:
+        return self.happened.count("capture")
+
+    def known(self, tokens: tuple[int, ...]) -> int:
+        return self.engine.prefixes.known_length(tokens)
+
+    def stop(self, lab: Lab) -> None:
+        """All that was captured is what a run that never stopped leaves."""
+        self.engine.stop()
+        assert isinstance(self.engine.prefixes, RecordingCache)
+        for snapshot in self.engine.prefixes.seen:
+            if not any(stretch.how == "verify" for stretch in snapshot.stretches):
+                assert same_bits(snapshot, lab.never_stopped(snapshot))
+        assert all(entry.pins == 0 for entry in self.engine.prefixes.entries())
+
+
+def test_the_end_of_an_answer_waits_for_no_room_and_its_state_is_captured_when_there_is_some(lab: Lab) -> None:
+    """It lies in the kept slot meanwhile, and idle time is enough."""
+    crowd = Crowd(lab)
+    _, first = crowd.ask(PROMPT)
+    wait_until(lambda: crowd.known(first) == len(PROMPT.tokens))
+    before = crowd.captures
+    assert before == 1, "of the prompt alone"
+    assert crowd.engine.kept_length(first, "") == len(first)
+    crowd.stage.room = True
+    wait_until(lambda: crowd.known(first) == len(first))
+    assert crowd.captures == before + 1
+    crowd.stop(lab)
+
+
+def test_while_others_answer_states_are_captured_one_after_the_other_as_there_is_room(lab: Lab) -> None:
+    crowd = Crowd(lab)
+    running = Answer(crowd.engine, Prompt(random_tokens(40, 2)), max_tokens=1500)
+    _, first = crowd.ask(PROMPT)
+    crowd.stage.room = True
+    wait_until(lambda: crowd.known(first) == len(first))
+    assert not running._done.is_set()
+    crowd.engine.cancel(running.id)
+    assert running.finished
+    crowd.stop(lab)
+
+
+@pytest.mark.parametrize("drafts", [NO_DRAFTS, Drafts("lookup", PromptLookup, None)], ids=["plain", "lookup"])
+def test_a_state_that_waits_in_a_slot_is_captured_before_the_next_turn_goes_on_in_it(lab: Lab, drafts: Drafts) -> None:
+    crowd = Crowd(lab, drafts=drafts)
+    repeats = Prompt(PROMPT.tokens[:20] * 6)
+    _, first = crowd.ask(repeats)
+    answer, second = crowd.ask(Prompt((*first, *random_tokens(30, 5))))
+    assert dict(answer.finished.cache.restored_from)["device"] == len(first)
+    crowd.stage.room = True
+    wait_until(lambda: crowd.known(second) == len(second))
+    assert crowd.known((*first, 3)) == len(first), "another turn may part from it there"
+    crowd.stop(lab)
+
+
+def test_a_state_that_waits_in_a_slot_is_captured_before_somebody_else_gets_the_slot(lab: Lab) -> None:
+    crowd = Crowd(lab)
+    said = [crowd.ask(Prompt(random_tokens(100, seed)))[1] for seed in range(4)]  # two slots
+    wait_until(lambda: [crowd.known(tokens) for tokens in said] == [105, 105, 100, 100])
+    crowd.stop(lab)
+    assert [crowd.known(tokens) for tokens in said] == [105] * 4, "what waits is captured before the end"
+
+
+def test_an_engine_that_captures_nothing_more_drops_what_waits_in_slots(lab: Lab) -> None:
+    crowd = Crowd(lab)
+    _, first = crowd.ask(PROMPT)
+    wait_until(lambda: crowd.known(first) == len(PROMPT.tokens))
+    crowd.engine.degrade("the file was written to")
+    before = crowd.captures
+    answer, _ = crowd.ask(Prompt((*first, *random_tokens(30, 5))))
+    assert dict(answer.finished.cache.restored_from)["device"] == len(first)
+    crowd.stop(lab)
+    assert crowd.captures == before and crowd.known(first) == len(PROMPT.tokens)
+
+
+def test_a_state_that_cannot_be_captured_from_its_slot_is_lost_alone(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    crowd = Crowd(lab)
+    _, first = crowd.ask(PROMPT)
+
+    def fails(slot: int, later: bool = False) -> Any:
+        raise MemoryError("no memory for the copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(crowd.engine.pipeline, "capture", fails)
+        crowd.stage.room = True
+        wait_until(lambda: "the state at 155 tokens could not be captured: no memory" in caplog.text)
+    assert crowd.known(first) == len(PROMPT.tokens)
+    answer, second = crowd.ask(Prompt((*first, *random_tokens(30, 5))))
+    assert dict(answer.finished.cache.restored_from)["device"] == len(first)
+    wait_until(lambda: crowd.known(second) == len(second))
+    crowd.stop(lab)
 
 
 def test_the_device_has_two_steps_while_the_rest_of_a_capture_is_done(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import pytest
@@ -70,6 +71,7 @@ LIVES = st.fixed_dictionaries(
         "slots": st.integers(1, 3),
         "split": st.booleans(),
         "drafts": st.booleans(),
+        "crowded": st.booleans(),  # there is seldom room for a capture, and states wait in the kept slots
     }
 )
 
@@ -88,6 +90,10 @@ class Life:
             ram=life["ram"], spans=spans, slots=life["slots"], drafts=drafts, context=800, keeps=True, **self.pool
         )
         self.said: dict[int, tuple[int, ...]] = {}
+        if life["crowded"]:
+            asked = count()
+            for stage in self.engine.pipeline.stages:
+                stage.has_room_for_capture = lambda: next(asked) % 5 == 0  # type: ignore[union-attr]
 
     def prompt(self, turn: Turn, seed: int) -> Prompt:
         before = self.said.get(turn.conversation, ())

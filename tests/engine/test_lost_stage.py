@@ -65,12 +65,12 @@ def test_answers_whose_last_token_is_out_end_there_whatever_is_lost_then(
     engine = Engine(Pipeline([back]), PrefixCache(local_tiers(1 << 28)), settings).start()
     left, capture = [which], engine._publisher.capture
 
-    def lose(sequence: Sequence, position: int, kind: BoundaryKind) -> None:
+    def lose(sequence: Sequence, position: int, kind: BoundaryKind, will_be_kept: bool = False) -> None:
         left[0] -= kind is BoundaryKind.ANSWER
         if kind is BoundaryKind.ANSWER and left[0] == 0:
             back.lost = "died"
             raise StageLost("died")
-        capture(sequence, position, kind)
+        capture(sequence, position, kind, will_be_kept)
 
     monkeypatch.setattr(engine._publisher, "capture", lose)
     ended = [list[int](), list[int](), list[int]()]

@@ -71,7 +71,7 @@ class Endings:
         """Capture the state after the answer, where a client that only appends goes on, and keep the slot, or release
         it where none is kept."""
         assert sequence.logits is not None, "a finished answer has the logits after its last token"
-        self._publisher.capture(sequence, sequence.position, BoundaryKind.ANSWER)
+        self._publisher.capture(sequence, sequence.position, BoundaryKind.ANSWER, will_be_kept=self._roster.kept.is_on)
         if self._roster.kept.is_on:
             logits = self._publisher.bring(sequence.logits)
             self._publisher.give_logits(sequence, sequence.position, logits)
@@ -99,6 +99,7 @@ class Endings:
         return victim is not None
 
     def give_up(self, kept: Kept) -> None:
+        self._publisher.capture_kept(kept.slot)
         self.close_or_break(self._roster.give_up(kept))
 
     def give_up_kept(self) -> None:

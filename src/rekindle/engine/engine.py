@@ -273,6 +273,7 @@ class Engine:
             self._launch()  # it takes longer than a step
             self._collector.let_go()
             self._publisher.finish()
+        self._publisher.capture_owed()
         self._publisher.publish_ready()
 
     @property
@@ -342,6 +343,8 @@ class Engine:
             return False
         self._publisher.drain() if self._audits.due else self._publisher.finish()
         while self._publisher.awaits_any:  # copies are under way: a request that comes meanwhile does not wait for them
+            if self._publisher.capture_owed():
+                self._publisher.finish()
             self._publisher.publish_ready()
             if self._publisher.awaits_any and self._inbox.comes_within(LOOK):
                 return False

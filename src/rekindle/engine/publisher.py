@@ -19,7 +19,7 @@ import torch
 
 from rekindle.engine.sequence import Sequence
 from rekindle.engine.to_host import OnHost
-from rekindle.errors import BadLogits, SnapshotMismatch
+from rekindle.errors import BadLogits, SnapshotMismatch, StageLost
 from rekindle.prefix import PrefixCache
 from rekindle.prompt import BoundaryKind, common_length
 from rekindle.snapshots.types import Part, Snapshot, Stretch, copies_done, wait_for
@@ -38,6 +38,7 @@ class _Capture:
     tokens: np.ndarray
     stretches: tuple[Stretch, ...]
     parts: Future[tuple[Part, ...]]
+    owed_by: int | None = None  # a kept slot that the state has yet to be taken from
     logits: Future[torch.Tensor] | None = None  # [vocab] in memory of its own; None until the forward is collected
     failure: Exception | None = None  # why it cannot be published
 
@@ -104,8 +105,10 @@ class Publisher:
         """Every sequence has ended before, and all that was captured is published."""
         self._rows.shutdown()
 
-    def capture(self, sequence: Sequence, position: int, kind: BoundaryKind) -> None:
-        """Ask every stage for the state at `position`, where the sequence stands now."""
+    def capture(self, sequence: Sequence, position: int, kind: BoundaryKind, will_be_kept: bool = False) -> None:
+        """Ask every stage for the state at `position`, where the sequence stands now. will_be_kept: its slot stays as
+        it is, so that a capture which would wait for others is made later (`capture_owed`): a whole crowd of answers
+        may end in one step, and every token and request would wait for their copies."""
         assert sequence.position == position, f"the state stands at {sequence.position}, not at {position}"
         if (why := self._prefixes.refusal(position)) is not None:
             sequence.account.lose(position, why)
@@ -114,8 +117,39 @@ class Publisher:
         if self._closed or not self._prefixes.wants(tokens, kind, namespace=sequence.namespace):
             return
         sequence.account.captured.add(position)
-        parts = self._pipeline.capture(sequence.slot, later=True)
-        self._captures.append(_Capture(sequence, position, kind, tokens, tuple(sequence.stretches), parts))
+        owed_by = sequence.slot if will_be_kept and not self._pipeline.has_room_for_capture() else None
+        parts = self._pipeline.capture(sequence.slot, later=True) if owed_by is None else Future()
+        self._captures.append(_Capture(sequence, position, kind, tokens, tuple(sequence.stretches), parts, owed_by))
+
+    def capture_owed(self) -> bool:
+        """The oldest of the states that wait in kept slots, if there is room by now; whether there was."""
+        owed = self._owed()
+        if not owed or not self._pipeline.has_room_for_capture():
+            return False
+        self._take_owed(owed[0])
+        return True
+
+    def capture_kept(self, slot: int) -> None:
+        """What is still to be taken from a kept slot: it will not stay as it is."""
+        for capture in self._owed():
+            if capture.owed_by == slot:
+                self._take_owed(capture)
+
+    def _owed(self) -> list[_Capture]:
+        """Whose states wait in kept slots."""
+        if self._closed:
+            self._captures = [capture for capture in self._captures if capture.owed_by is None]
+        return [capture for capture in self._captures if capture.owed_by is not None]
+
+    def _take_owed(self, capture: _Capture) -> None:
+        assert capture.owed_by is not None, "it has been taken"
+        slot, capture.owed_by = capture.owed_by, None
+        try:
+            capture.parts = self._pipeline.capture(slot, later=True)
+        except StageLost:
+            raise
+        except Exception as error:  # of this snapshot alone: the engine goes on
+            capture.failure = error
 
     def awaits(self, sequence: Sequence, position: int) -> bool:
         """Whether a snapshot of this sequence at this position is still on its way."""
@@ -166,6 +200,8 @@ class Publisher:
 
     def drain(self) -> None:
         """Wait for every capture that was asked for: before an audit, and at the end."""
+        for capture in self._owed():
+            self._take_owed(capture)
         self.finish()
         self._publish_after(self._captures)
 

@@ -172,6 +172,7 @@ class Restorer:
             return self._restore_prefix(sequence, alone)
         self._forget_found(sequence)
         found = self._prefixes.lookup_held(sequence.key, kept.position, sequence.namespace)
+        self._publisher.capture_kept(kept.slot)
         slot, logits = self._roster.take_over(sequence, kept), kept.logits.result()
         first = self._draw_first(sequence, logits) if kept.position == sequence.prefill_end else None
         self._note_audit(kept)
