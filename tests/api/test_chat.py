@@ -149,10 +149,13 @@ def test_null_fields_are_absent_fields(house):
     assert house.engine.requests[-1].sampling.temperature == CAUTIOUS.temperature
 
 
-def test_requests_without_a_seed_get_different_ones_and_are_told(house):
+@pytest.mark.parametrize("none", [{}, {"seed": -1}], ids=["left out", "-1"])
+def test_requests_without_a_seed_get_different_ones_and_are_told(house, none):
+    """-1 is none for other servers, whose clients send it."""
     client = house.client()
-    seeds = {client.chat.completions.create(model="m", messages=ASK).model_extra["rekindle"]["seed"] for _ in range(3)}
-    assert len(seeds) == 3
+    answers = [client.chat.completions.create(model="m", messages=ASK, **none) for _ in range(3)]
+    seeds = {answer.model_extra["rekindle"]["seed"] for answer in answers}
+    assert len(seeds) == 3 and max(seeds) < 2**53
     assert {request.sampling.seed for request in house.engine.requests[-3:]} == seeds
 
 

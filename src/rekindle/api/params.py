@@ -19,6 +19,7 @@ from rekindle.prompt import Prompt
 from rekindle.text.parsing import Tool
 
 SEED_MASK = 2**63 - 1
+ANY_SEED = -1  # llama.cpp, Ollama and vLLM take it for no seed, and their clients send it
 OWN_SEEDS = 2**53  # the server's own lie below, where the numbers of clients in JavaScript are exact
 
 
@@ -88,8 +89,10 @@ def _is_direct(request: ClientRequest, prompts: Sequence[Prompt], text: TextPort
 
 
 def _sampling(request: ClientRequest, defaults: Sampling) -> Sampling:
-    seed = secrets.randbelow(OWN_SEEDS - request.n) if request.seed is None else request.seed & SEED_MASK
-    return replace(defaults, **request.sampling, seed=seed, logprobs=request.logprobs)
+    seed = request.seed
+    if seed is None or seed == ANY_SEED:
+        seed = secrets.randbelow(OWN_SEEDS - request.n)
+    return replace(defaults, **request.sampling, seed=seed & SEED_MASK, logprobs=request.logprobs)
 
 
 def _max_tokens(request: ClientRequest, prompt: Prompt, settings: Settings) -> int:
