@@ -402,6 +402,59 @@ def test_snapshots_of_those_who_come_in_later_are_read_before_the_first_step(
     assert_nothing_is_held(engine)
 
 
+def test_a_read_that_cannot_be_decided_on_is_the_matter_of_its_request_alone(lab: Lab) -> None:
+    engine, bad = lab.engine(), random_tokens(150, 51)
+    decide = engine.prefixes.must_be_read
+
+    def fails(tokens: Any, *how: Any, **more: Any) -> bool:
+        if tuple(tokens[:5]) == bad[:5]:
+            raise RuntimeError("of this one alone")
+        return decide(tokens, *how, **more)
+
+    engine.prefixes.must_be_read = fails  # type: ignore[method-assign]
+    running = Answer(engine, Prompt(random_tokens(40, 2)), max_tokens=200)
+    wait_until(lambda: any(sequence.decoding for sequence in engine._roster.running))
+    with arriving_together(engine):
+        first, second, third = (Answer(engine, Prompt(random_tokens(150, 50 + seed))) for seed in range(3))
+    assert "of this one alone" in str(failure_of(second))
+    assert all(answer.finished.reason is FinishReason.LENGTH for answer in (running, first, third))
+    engine.stop()
+    assert_nothing_is_held(engine)
+
+
+def test_behind_a_request_that_waits_for_pages_nothing_is_read_for_those_who_come_later(
+    lab: Lab, tmp_path: Path
+) -> None:
+    """They would hold memory for as long as it waits."""
+    prompts = [Prompt(random_tokens(150, 80 + seed)) for seed in range(3)]
+    before = lab.engine(tmp_path)
+    for prompt in prompts:
+        Answer(before, prompt).wait()
+    before.stop()
+    disk = DiskStore(tmp_path, "f" * 64, 1 << 30)
+    engine = Engine(
+        Pipeline([lab.stage(slots=8, pages=12)]),
+        PrefixCache(local_tiers(1 << 28, disk)),
+        EngineSettings(context=2048, grid=64),
+    ).start()
+    large, asked, load = Prompt(random_tokens(600, 2)), list[str](), disk.load
+    Answer(engine, large).wait()  # known, so that all of it must fit at once
+    disk.load = lambda id: (asked.append(id), load(id))[1]  # type: ignore[method-assign]
+    hog = Answer(engine, Prompt(random_tokens(300, 1)), max_tokens=300)
+    wait_until(lambda: any(sequence.decoding for sequence in engine._roster.running))
+    waiting = Answer(engine, large)
+    wait_until(lambda: engine._admission._short is not None)
+    later = [Answer(engine, prompt) for prompt in prompts]
+    wait_until(lambda: len(engine._roster.line) == 4)
+    steps = len(hog.events)
+    wait_until(lambda: len(hog.events) > steps + 5 or hog._done.is_set())
+    assert not hog._done.is_set() and asked == []
+    assert all(answer.finished.reason is FinishReason.LENGTH for answer in (hog, waiting, *later))
+    assert [answer.finished.cache.restored for answer in later] == [150] * 3
+    engine.stop()
+    assert_nothing_is_held(engine)
+
+
 def test_all_reads_from_disk_begin_before_a_slot_is_filled(lab: Lab, tmp_path: Path) -> None:
     """Filling one takes some milliseconds, and readers would stand idle behind the first that is known."""
     prompts = [Prompt(random_tokens(150, 70 + seed)) for seed in range(3)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -141,7 +141,7 @@ class FullStage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
 
-    def has_room_for_capture(self) -> bool:
+    def has_room_for_capture(self, others: int = 0) -> bool:
         return False
 
     def forward(self, batch: Batch, *args: Any) -> Any:
@@ -189,7 +189,7 @@ class CrowdedStage(FullStage):
         super().__init__(stage, happened)
         self.room = False
 
-    def has_room_for_capture(self) -> bool:
+    def has_room_for_capture(self, others: int = 0) -> bool:
         return self.room
 
 
@@ -282,17 +282,103 @@ def test_an_engine_that_captures_nothing_more_drops_what_waits_in_slots(lab: Lab
     assert crowd.captures == before and crowd.known(first) == len(PROMPT.tokens)
 
 
+def no_memory(slot: int, later: bool = False) -> Any:
+    raise MemoryError("no memory for the copy")
+
+
+def test_an_engine_ends_though_what_waits_in_slots_cannot_be_captured(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowd = Crowd(lab)
+    _, first = crowd.ask(PROMPT)
+    wait_until(lambda: crowd.known(first) == len(PROMPT.tokens))
+    monkeypatch.setattr(crowd.engine.pipeline, "capture", no_memory)
+    ending = threading.Thread(target=crowd.engine.stop, daemon=True)
+    ending.start()
+    ending.join(60)
+    assert not ending.is_alive()
+    assert crowd.known(first) == len(PROMPT.tokens)
+
+
+def test_a_slot_that_could_not_be_kept_owes_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next state is that of another prompt, as long as this one."""
+    crowd, failures = Crowd(lab), [MemoryError("no memory for the list")]
+    keep = crowd.engine._roster.keep
+
+    def fails_once(*what: Any) -> None:
+        while failures:
+            raise failures.pop()
+        keep(*what)
+
+    monkeypatch.setattr(crowd.engine._roster, "keep", fails_once)
+    Answer(crowd.engine, PROMPT, max_tokens=6).wait()
+    _, second = crowd.ask(Prompt(random_tokens(150, 2)))
+    crowd.stage.room = True
+    wait_until(lambda: crowd.known(second) == len(second))
+    crowd.stop(lab)
+    assert isinstance(crowd.engine.prefixes, RecordingCache)
+    assert [len(snapshot.tokens) for snapshot in crowd.engine.prefixes.seen] == [150, 150, 155]
+
+
+def test_what_waits_in_slots_is_not_trusted_once_a_step_has_failed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = Crowd(lab)
+    _, first = crowd.ask(PROMPT)
+    wait_until(lambda: crowd.known(first) == len(PROMPT.tokens))
+    before = crowd.captures
+    with monkeypatch.context() as patch:
+        patch.setattr(crowd.engine._launcher, "launch_next", lambda: 1 // 0)
+        Answer(crowd.engine, Prompt(random_tokens(60, 9)), max_tokens=2).wait()
+    _, second = crowd.ask(Prompt(random_tokens(70, 3)))
+    crowd.stage.room = True
+    wait_until(lambda: crowd.known(second) == len(second))
+    assert crowd.captures == before + 2 and crowd.known(first) == len(PROMPT.tokens)
+    crowd.stop(lab)
+
+
+def test_equal_answers_that_wait_in_slots_are_captured_once(lab: Lab) -> None:
+    crowd = Crowd(lab)
+    with arriving_together(crowd.engine):
+        answers = [Answer(crowd.engine, PROMPT, max_tokens=6) for _ in range(2)]
+    known = (*PROMPT.tokens, *answers[0].tokens[:-1])
+    assert answers[1].tokens == answers[0].tokens
+    wait_until(lambda: crowd.known(known) == len(PROMPT.tokens))
+    assert crowd.captures == 1, "of the prompt"
+    crowd.stage.room = True
+    wait_until(lambda: crowd.known(known) == len(known))
+    assert crowd.captures == 2
+    crowd.stop(lab)
+
+
+def test_of_a_capture_that_fails_in_one_place_the_rest_is_finished(lab: Lab) -> None:
+    """What lies copied on a device would take others' room for ever."""
+    pipeline, finished = Pipeline([lab.stage()]), list[str]()
+
+    def begun(finish: Callable[[], Any]) -> Future[Callable[[], Any]]:
+        future = Future[Callable[[], Any]]()
+        future.set_result(finish)
+        return future
+
+    def fails() -> Any:
+        raise CopyFailed("of the first stage")
+
+    result = Future[tuple[Part, ...]]()
+    pipeline._begun.append((result, [begun(fails), begun(lambda: finished.append("second") or ())]))
+    pipeline.finish_captures()
+    assert finished == ["second"]
+    with pytest.raises(CopyFailed, match="of the first stage"):
+        result.result()
+    pipeline.stop()
+
+
 def test_a_state_that_cannot_be_captured_from_its_slot_is_lost_alone(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     crowd = Crowd(lab)
     _, first = crowd.ask(PROMPT)
-
-    def fails(slot: int, later: bool = False) -> Any:
-        raise MemoryError("no memory for the copy")
+    wait_until(lambda: crowd.known(first) == len(PROMPT.tokens))
 
     with monkeypatch.context() as patch:
-        patch.setattr(crowd.engine.pipeline, "capture", fails)
+        patch.setattr(crowd.engine.pipeline, "capture", no_memory)
         crowd.stage.room = True
         wait_until(lambda: "the state at 155 tokens could not be captured: no memory" in caplog.text)
     assert crowd.known(first) == len(PROMPT.tokens)

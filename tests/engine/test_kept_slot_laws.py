@@ -93,7 +93,7 @@ class Life:
         if life["crowded"]:
             asked = count()
             for stage in self.engine.pipeline.stages:
-                stage.has_room_for_capture = lambda: next(asked) % 5 == 0  # type: ignore[union-attr]
+                stage.has_room_for_capture = lambda others=0: next(asked) % 5 == 0  # type: ignore[union-attr]
 
     def prompt(self, turn: Turn, seed: int) -> Prompt:
         before = self.said.get(turn.conversation, ())

@@ -779,7 +779,7 @@ def test_copies_that_wait_for_their_caller_begin_when_the_device_has_no_room_for
 ) -> None:
     copies = PaperGpu(small_slabs)
     begun = [copies.copy_live([torch.full((30,), float(n))]) for n in range(IN_FLIGHT)]
-    assert not copies.has_room and copies.ready() is None, "nothing is on its way to the host"
+    assert not copies.has_room() and copies.ready() is None, "nothing is on its way to the host"
     begun.append(copies.copy_live([torch.full((30,), float(IN_FLIGHT))]))
     assert copies.ready() is not None, "the first of them made room"
     taken = [copied.to_host()[0] for copied in begun]

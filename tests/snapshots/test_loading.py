@@ -210,14 +210,21 @@ def test_beside_another_load_readers_read_several_runs_at_once(tmp_path: Path, m
     monkeypatch.setattr(loading, "READERS", 2)  # half of them is one
     snapshots = [PaperModel(state=32).snapshot(list(range(start, start + 20))) for start in (0, 100)]
     records = [saved(tmp_path, snapshot) for snapshot in snapshots]
-    gate = threading.Event()
+    gate, shared, shares = threading.Event(), list[int](), loading.Loader._shares
     files = PaperFiles(lambda: gate.wait(60))
     store = DiskStore(tmp_path, FINGERPRINT, BUDGET, slabs=Slabs(size=1 << 13), files=files)
+
+    def noted(loader: loading.Loader, runs: int) -> list[range]:
+        found = shares(loader, runs)
+        shared.append(runs)
+        return found
+
+    monkeypatch.setattr(loading.Loader, "_shares", noted)
     with ThreadPoolExecutor(2) as both:
         first = both.submit(store.load, records[0].id)
         wait_until(lambda: bool(files.asked))
         second = both.submit(store.load, records[1].id)
-        wait_until(lambda: store._loader._under_way.count == 2)
+        wait_until(lambda: len(shared) == 2)
         gate.set()
         assert same(first.result(), snapshots[0])
         assert same(second.result(), snapshots[1])

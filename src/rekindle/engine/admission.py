@@ -43,6 +43,8 @@ class Admission:
         self._endings = endings
         self._totals = totals
         self._hurrying = hurrying
+        self._looked = set[str]()  # requests in line of which it is known whether a read has to begin
+        self._short: Sequence | None = None  # whose turn it was when pages were short
 
     def enqueue(self, sequence: Sequence) -> None:
         """Background work gives up its slot to a client's request if no slot is free; its snapshots stay published."""
@@ -77,14 +79,25 @@ class Admission:
         milliseconds: readers would stand idle behind it."""
         if len(self._roster.line) < 2:
             return
-        for sequence in tuple(self._roster.line)[: self._roster.slots_left]:
-            if self._restorer.must_be_read(sequence) and not self._twins.is_ahead_of(sequence):
-                with self._endings.isolated(sequence):
+        line = tuple(self._roster.line)[: self._roster.slots_left]
+        self._looked &= {sequence.request.id for sequence in line}
+        for sequence in line:
+            if sequence is self._short:
+                return  # nobody comes in before it
+            if sequence.request.id in self._looked:
+                continue
+            with self._endings.isolated(sequence):
+                needed = self._restorer.must_be_read(sequence)
+                if needed and self._twins.is_ahead_of(sequence):
+                    continue
+                self._looked.add(sequence.request.id)
+                if needed:
                     self._restorer.read_ahead(sequence)
 
     def _fill_slots(self, firsts: Firsts, most: int | None) -> None:
         """In order of the line. A sequence that waits for the disk keeps a slot free, and the next may go before it. A
         sequence that waits for a twin's prefix holds up its own name space only."""
+        self._short = None
         reserved, held_up, enough = 0, set[str](), None if most is None else len(self._roster.running) + most
         for sequence in tuple(self._roster.line):
             if self._roster.slots_left == reserved:
@@ -102,6 +115,7 @@ class Admission:
                     held_up.add(sequence.namespace)
                     continue
                 if self._place(sequence, firsts) is Postponed.PAGES_SHORT:
+                    self._short = sequence
                     return
                 self._collect(firsts, wait=False)
             reserved += isinstance(sequence.state, Loading)

@@ -87,6 +87,7 @@ class Endings:
         kept = Kept(sequence.slot, tokens, sequence.namespace, tuple(sequence.stretches), logits)
         self._roster.keep(sequence, kept)
         if before is not None and before.position == kept.position:
+            self._publisher.forget_owed(before.slot)  # it is the same state
             self.give_up(before)
         while self._roster.kept.too_many:
             self.make_room()
@@ -148,6 +149,7 @@ class Endings:
         former = self._roster.remove(sequence)
         drop_lookup(former)
         if isinstance(former, InSlot):
+            self._publisher.forget_owed(former.slot)  # where it failed on its way into a kept slot
             self._pipeline.close(former.slot)
 
     def release_or_break(self, sequence: Sequence) -> None:

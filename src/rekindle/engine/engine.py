@@ -269,11 +269,12 @@ class Engine:
         self._collector.collect()
         # Captures of the step that was collected wait for the next: its tokens are followed by others first. Where
         # nothing runs a request may come any moment.
-        if (begun or (self._publisher.unfinished and self._runs_long)) and self._roster.running:
+        begun = begun or (self._publisher.unfinished and self._runs_long) or self._publisher.owes
+        if begun and self._roster.running:
             self._launch()  # it takes longer than a step
             self._collector.let_go()
             self._publisher.finish()
-        self._publisher.capture_owed()
+            self._publisher.capture_owed()
         self._publisher.publish_ready()
 
     @property
@@ -341,10 +342,11 @@ class Engine:
             return False
         if self._publisher.unfinished and not self._audits.due and self._inbox.comes_within(LINGER):
             return False
-        self._publisher.drain() if self._audits.due else self._publisher.finish()
         while self._publisher.awaits_any:  # copies are under way: a request that comes meanwhile does not wait for them
-            if self._publisher.capture_owed():
-                self._publisher.finish()
+            self._publisher.capture_owed()
+            # An audit compares what has been published; a whole crowd's copies are no matter of a moment.
+            waits = self._audits.due and not self._publisher.owes
+            self._publisher.drain() if waits else self._publisher.finish()
             self._publisher.publish_ready()
             if self._publisher.awaits_any and self._inbox.comes_within(LOOK):
                 return False

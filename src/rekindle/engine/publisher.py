@@ -121,13 +121,16 @@ class Publisher:
         parts = self._pipeline.capture(sequence.slot, later=True) if owed_by is None else Future()
         self._captures.append(_Capture(sequence, position, kind, tokens, tuple(sequence.stretches), parts, owed_by))
 
-    def capture_owed(self) -> bool:
-        """The oldest of the states that wait in kept slots, if there is room by now; whether there was."""
-        owed = self._owed()
-        if not owed or not self._pipeline.has_room_for_capture():
-            return False
-        self._take_owed(owed[0])
-        return True
+    @property
+    def owes(self) -> bool:
+        """Whether states wait in kept slots."""
+        return bool(self._owed())
+
+    def capture_owed(self) -> None:
+        """The oldest of the states that wait in kept slots, if there is room by now for it and for one that may come
+        behind it: of a prompt, whose client waits."""
+        if (owed := self._owed()) and self._pipeline.has_room_for_capture(others=1):
+            self._take_owed(owed[0])
 
     def capture_kept(self, slot: int) -> None:
         """What is still to be taken from a kept slot: it will not stay as it is."""
@@ -135,21 +138,30 @@ class Publisher:
             if capture.owed_by == slot:
                 self._take_owed(capture)
 
+    def forget_owed(self, slot: int | None = None) -> None:
+        """What would be taken from this slot, or from any, is lost, not to be trusted, or taken from elsewhere."""
+        self._captures = [
+            capture for capture in self._captures if capture.owed_by is None or slot not in (None, capture.owed_by)
+        ]
+
     def _owed(self) -> list[_Capture]:
         """Whose states wait in kept slots."""
         if self._closed:
-            self._captures = [capture for capture in self._captures if capture.owed_by is None]
+            self.forget_owed()
         return [capture for capture in self._captures if capture.owed_by is not None]
 
     def _take_owed(self, capture: _Capture) -> None:
         assert capture.owed_by is not None, "it has been taken"
+        if not self._prefixes.wants(capture.tokens, capture.kind, namespace=capture.sequence.namespace):
+            self.forget_owed(capture.owed_by)  # an equal answer's has been published
+            return
         slot, capture.owed_by = capture.owed_by, None
         try:
             capture.parts = self._pipeline.capture(slot, later=True)
-        except StageLost:
-            raise
-        except Exception as error:  # of this snapshot alone: the engine goes on
-            capture.failure = error
+        except Exception as error:  # of this snapshot alone, unless a stage is lost: the engine goes on
+            capture.parts.set_exception(error)
+            if isinstance(error, StageLost):
+                raise
 
     def awaits(self, sequence: Sequence, position: int) -> bool:
         """Whether a snapshot of this sequence at this position is still on its way."""

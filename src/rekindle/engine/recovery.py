@@ -79,6 +79,7 @@ class Recovery:
         log.error("the engine's step failed; ending the requests it held", exc_info=error)
         self._flights.clear()
         self._endings.fail(self._roster.everyone(), error)
+        self._publisher.forget_owed()
         self._endings.give_up_kept()
 
     def _start_over(self, sequence: Sequence) -> None:

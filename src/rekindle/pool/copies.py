@@ -189,10 +189,10 @@ class HostCopies:
         ready = self._copy(flat, lambda: self._copy_stacks(slices, full), begin)
         return [taken[number] for number in sorted(taken)], ready
 
-    @property
-    def has_room(self) -> bool:
-        """Whether fewer captures lie copied on the device than may: else the next one waits. From any thread."""
-        return sum(not copied.done for copied in tuple(self._in_flight)) < self.most_in_flight
+    def has_room(self, others: int = 0) -> bool:
+        """Whether fewer captures lie copied on the device than may, so many others counted: else the next one waits.
+        From any thread."""
+        return sum(not copied.done for copied in tuple(self._in_flight)) + others < self.most_in_flight
 
     def _await_device_room(self) -> None:
         while self._in_flight and self._in_flight[0].done:

@@ -426,8 +426,8 @@ class LocalStage:
 
         return finish_on_device
 
-    def has_room_for_capture(self) -> bool:
-        return self.pool.copies.has_room
+    def has_room_for_capture(self, others: int = 0) -> bool:
+        return self.pool.copies.has_room(others)
 
     def restore(self, slot: int, position: int, parts: Sequence[Part]) -> None:
         """Put the slot at `position`, or say why not."""

@@ -81,9 +81,9 @@ class Pipeline:
         # The stage with the fewest places may be another one, and so may the one whose slots are the largest.
         return replace(fewest, here=min(count.at_once for count in counts), slot=max(count.slot for count in counts))
 
-    def has_room_for_capture(self) -> bool:
-        """Whether a capture would not wait until earlier ones are on the host."""
-        return all(stage.has_room_for_capture() for stage in self.stages if isinstance(stage, InProcess))
+    def has_room_for_capture(self, others: int = 0) -> bool:
+        """Whether a capture, and so many others behind it, would not wait until earlier ones are on the host."""
+        return all(stage.has_room_for_capture(others) for stage in self.stages if isinstance(stage, InProcess))
 
     def work(self) -> Counter[str]:
         """How the stages of this process have worked, all together."""
@@ -225,10 +225,13 @@ class Pipeline:
         """Those that were to be finished later, on the thread that began them."""
         while self._begun:
             result, finishing = self._begun.popleft()
-            try:
-                result.set_result(tuple(part for finish in finishing for part in finish.result()()))
-            except Exception as error:  # of a device or a link; this capture is lost, others are not
-                result.set_exception(error)
+            parts, failures = list[Part](), list[Exception]()
+            for finish in finishing:  # each of them: what lies copied on a device would stay there
+                try:
+                    parts += finish.result()()
+                except Exception as error:  # of a device or a link; this capture is lost, others are not
+                    failures.append(error)
+            result.set_exception(failures[0]) if failures else result.set_result(tuple(parts))
 
     def _begin(self, holder: StateHolder, slot: int) -> Callable[[], Sequence[Part]]:
         if not isinstance(holder, BeginsCapture):

@@ -84,8 +84,8 @@ class InProcess(Protocol):
         """Since the start, by "kind:how": step, experts, swaps, pages."""
         ...
 
-    def has_room_for_capture(self) -> bool:
-        """Whether a capture would not wait until earlier ones are on the host."""
+    def has_room_for_capture(self, others: int = 0) -> bool:
+        """Whether a capture, and so many others behind it, would not wait until earlier ones are on the host."""
         ...
 
     def poll_experts(self) -> None:
