@@ -23,6 +23,13 @@ def test_text_becomes_tokens_and_text_again(house: Any, field: str) -> None:
     assert post(house, "/detokenize", tokens=answer["tokens"]).json() == {"content": "hé", "prompt": "hé"}
 
 
+def test_an_id_without_a_token_is_refused_by_the_name_of_its_field(house: Any) -> None:
+    refused = post(house, "/detokenize", tokens=[1, 999_999])
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "tokens" and error["message"].startswith("tokens: token 999999 is outside the vocabulary")
+
+
 def test_pieces_and_strings_of_tokens_are_given_when_asked_for(house: Any) -> None:
     answer = post(house, "/tokenize", prompt="é", with_pieces=True, return_token_strs=True).json()
     assert answer["tokens"] == [{"id": 0xC3, "piece": [0xC3]}, {"id": 0xA9, "piece": [0xA9]}]
@@ -41,7 +48,7 @@ def test_a_conversation_is_counted_as_the_model_reads_it(house: Any) -> None:
         ("/tokenize", {"content": "x", "prompt": "y"}, "content"),
         ("/tokenize", {"messages": 3}, "messages"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": [10**6]}, "prompt"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
         ("/detokenize", {}, "tokens"),
     ],
 )

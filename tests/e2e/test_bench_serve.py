@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import subprocess
 import threading
@@ -104,7 +105,9 @@ def test_a_refused_request_is_told_with_its_reason_and_a_status(server: Server) 
     done = bench(server.url, "--prompt", 4000, "--requests", 1)
     assert done.returncode == 1
     assert "1 of 1 failed: status 400" in done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["rows"][0]["failed"] == 1
+    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert row["failed"] == 1
+    assert {row[name] for name in ("first_p50", "gap_worst", "last_first", "decode")} == {None}, "no time was taken"
 
 
 def test_a_server_that_hangs_up_and_one_that_is_not_there_are_failures() -> None:
@@ -201,6 +204,18 @@ def test_requests_one_behind_the_other_use_one_connection_as_long_as_it_is_open(
     assert [answer.failure for answer in served] == [None] * len(answers)
     assert [answer.tokens for answer in served] == [1] * len(answers)
     assert len(accepted) == connections
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prompts": (100, 64), "prefix": 65}, "--prefix is 65, a --prompt of 64 cannot begin with so many"),
+        ({"vocab": 2000, "lowest": 2000}, "--lowest is 2000, it must be less than --vocab, 2000"),
+    ],
+)
+def test_a_load_that_cannot_be_is_refused_by_the_option_that_was_given(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadConfig, match=re.escape(message)):
+        Load(**{"prompts": (100,), **wrong})
 
 
 def test_shares_are_counted_from_below() -> None:

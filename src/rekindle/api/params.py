@@ -57,8 +57,8 @@ def make_params(
     client: Client,
 ) -> GenerationParams:
     """Raises BadRequest for what only the vocabulary or the context can refuse."""
-    _check_ids(request.sampling.get("logit_bias", ()), "logit_bias", text)
-    _check_ids(request.stop_token_ids, "stop_token_ids", text)
+    check_ids(request.sampling.get("logit_bias", ()), "logit_bias", text)
+    check_ids(request.stop_token_ids, "stop_token_ids", text)
     return GenerationParams(
         prompts=prompts,
         n=request.n,
@@ -117,7 +117,7 @@ def _max_tokens(request: ClientRequest, prompt: Prompt, settings: Settings) -> i
     return room if wanted is None else min(wanted, room)
 
 
-def _check_ids(ids: Iterable[int], name: str, text: TextPort) -> None:
+def check_ids(ids: Iterable[int], name: str, text: TextPort) -> None:
     for token in ids:
         if token >= text.vocab_size:
             raise BadRequest(f"{name}: token {token} is outside the vocabulary of {text.vocab_size}", name)

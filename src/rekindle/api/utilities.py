@@ -18,6 +18,7 @@ from rekindle.api.dialects.base import Json, Service
 from rekindle.api.dialects.openai_chat import ChatBody
 from rekindle.api.errors import Unsupported
 from rekindle.api.keys import Client
+from rekindle.api.params import check_ids
 from rekindle.api.parsing import MAX_PROMPT, Body, Count, parse, refuse
 from rekindle.api.ports import TextPort
 from rekindle.api.served import ServedModel
@@ -133,8 +134,8 @@ def _tokenized(body: TokenizeBody, model: ServedModel, namespace: str) -> Json:
 
 
 def _detokenized(body: DetokenizeBody, model: ServedModel) -> str:
-    prompt = model.text.prompt_of(body.tokens)  # refuses those outside the vocabulary
-    return b"".join(model.text.token_bytes(token) for token in prompt.tokens).decode(errors="replace")
+    check_ids(body.tokens, "tokens", model.text)
+    return b"".join(model.text.token_bytes(token) for token in body.tokens).decode(errors="replace")
 
 
 def _piece(data: bytes) -> str | list[int]:

@@ -42,6 +42,8 @@ class Load:
     chat: bool = False  # send messages; every number of tokens is one of words then
 
     def __post_init__(self) -> None:
+        if self.lowest is not None and self.lowest >= self.vocab:
+            raise BadConfig(f"--lowest is {self.lowest}, it must be less than --vocab, {self.vocab}")
         _check("--vocab", self.vocab, self._first_id + 1)
         for name in ("answer", "requests", "concurrency", "turns", "turn"):
             _check(f"--{name}", getattr(self, name), 1)
@@ -49,6 +51,8 @@ class Load:
             _check(f"--{name}", getattr(self, name), 0)
         for length in self.prompts:
             _check("--prompt", length, 1)
+            if self.prefix > length:
+                raise BadConfig(f"--prefix is {self.prefix}, a --prompt of {length} cannot begin with so many")
         if self.rate is not None and self.rate <= 0:
             raise BadConfig(f"--rate is {self.rate}, it must be more than 0")
 
@@ -214,7 +218,11 @@ class LoadRow:
         return self.what.startswith(BESIDE)
 
     def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        """Of times and speeds None where no request was answered."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        if self.failed < self.requests or self.is_part:
+            return values
+        return {name: None if isinstance(value, float) else value for name, value in values.items()}
 
 
 def rows_of(answers: Sequence[ServedAnswer]) -> list[LoadRow]:
@@ -254,7 +262,7 @@ def _row(what: str, answers: Sequence[ServedAnswer]) -> LoadRow:
         first_p50=share_below(firsts, 0.5),
         first_p99=share_below(firsts, 0.99),
         first_worst=share_below(firsts, 1.0),
-        last_first=1000 * (max((answer.arrivals[0] for answer in good), default=began) - began),
+        last_first=round(1000 * (max((answer.arrivals[0] for answer in good), default=began) - began), 3),
         gap_p50=share_below(gaps, 0.5),
         gap_p99=share_below(gaps, 0.99),
         gap_worst=share_below(gaps, 1.0),

@@ -61,3 +61,4 @@ def log_as(form: str) -> None:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(_JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.getLogger("torch").setLevel(logging.WARNING)  # before it sets its own: Ctrl-C may come while it is imported
