@@ -335,6 +335,22 @@ def test_what_waits_in_slots_is_not_trusted_once_a_step_has_failed(lab: Lab, mon
     crowd.stop(lab)
 
 
+def test_an_answer_that_ends_in_a_kept_slot_is_told_though_room_for_it_cannot_be_made(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowd = Crowd(lab)
+
+    def fails(sequence: Any = None) -> bool:
+        raise RuntimeError("no slot can be given up")
+
+    monkeypatch.setattr(type(crowd.engine._roster.kept), "too_many", property(lambda kept: True))
+    monkeypatch.setattr(crowd.engine._endings, "make_room", fails)
+    answer = Answer(crowd.engine, PROMPT, max_tokens=6)
+    assert len(answer.tokens) == 6
+    monkeypatch.undo()
+    crowd.engine.stop()
+
+
 def test_equal_answers_that_wait_in_slots_are_captured_once(lab: Lab) -> None:
     crowd = Crowd(lab)
     with arriving_together(crowd.engine):

@@ -78,6 +78,7 @@ class Admission:
         """Of several in line, all reads from disk begin before the first slot is filled, which takes some
         milliseconds: readers would stand idle behind it."""
         if len(self._roster.line) < 2:
+            self._looked.clear()
             return
         line = tuple(self._roster.line)[: self._roster.slots_left]
         self._looked &= {sequence.request.id for sequence in line}

@@ -55,7 +55,12 @@ class Endings:
             self._roster.await_last_step(sequence)
             sequence.tokens += [stop_token] if stop_token is not None else []
         elif sequence.decoding and reason is not FinishReason.CANCELLED:
-            self.capture_answer(sequence)
+            try:
+                self.capture_answer(sequence)
+            except Exception:
+                if sequence.ended:  # its slot is kept, and nobody else would tell its client
+                    sequence.emit(_finished(sequence, AnswerEnd(reason, stop_token, stuck), completion_tokens))
+                raise
         else:
             self.release_or_break(sequence)
         sequence.emit(_finished(sequence, AnswerEnd(reason, stop_token, stuck), completion_tokens))
@@ -87,7 +92,7 @@ class Endings:
         kept = Kept(sequence.slot, tokens, sequence.namespace, tuple(sequence.stretches), logits)
         self._roster.keep(sequence, kept)
         if before is not None and before.position == kept.position:
-            self._publisher.forget_owed(before.slot)  # it is the same state
+            self._publisher.forget_owed(before.slot)  # it is the same state, and captured from the other slot
             self.give_up(before)
         while self._roster.kept.too_many:
             self.make_room()

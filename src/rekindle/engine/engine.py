@@ -269,7 +269,7 @@ class Engine:
         self._collector.collect()
         # Captures of the step that was collected wait for the next: its tokens are followed by others first. Where
         # nothing runs a request may come any moment.
-        begun = begun or (self._publisher.unfinished and self._runs_long) or self._publisher.owes
+        begun = begun or (self._publisher.unfinished and self._runs_long) or self._publisher.can_pay
         if begun and self._roster.running:
             self._launch()  # it takes longer than a step
             self._collector.let_go()

@@ -117,7 +117,7 @@ class Publisher:
         if self._closed or not self._prefixes.wants(tokens, kind, namespace=sequence.namespace):
             return
         sequence.account.captured.add(position)
-        owed_by = sequence.slot if will_be_kept and not self._pipeline.has_room_for_capture() else None
+        owed_by = sequence.slot if will_be_kept and not self._has_room_for_kept else None
         parts = self._pipeline.capture(sequence.slot, later=True) if owed_by is None else Future()
         self._captures.append(_Capture(sequence, position, kind, tokens, tuple(sequence.stretches), parts, owed_by))
 
@@ -126,11 +126,20 @@ class Publisher:
         """Whether states wait in kept slots."""
         return bool(self._owed())
 
+    @property
+    def can_pay(self) -> bool:
+        """Whether some do, and there is room by now."""
+        return self.owes and self._has_room_for_kept
+
+    @property
+    def _has_room_for_kept(self) -> bool:
+        """And for one that may come behind it: of a prompt, whose client waits."""
+        return self._pipeline.has_room_for_capture(others=1)
+
     def capture_owed(self) -> None:
-        """The oldest of the states that wait in kept slots, if there is room by now for it and for one that may come
-        behind it: of a prompt, whose client waits."""
-        if (owed := self._owed()) and self._pipeline.has_room_for_capture(others=1):
-            self._take_owed(owed[0])
+        """The oldest of the states that wait in kept slots, if there is room for it."""
+        if self.can_pay:
+            self._take_owed(self._owed()[0])
 
     def capture_kept(self, slot: int) -> None:
         """What is still to be taken from a kept slot: it will not stay as it is."""
@@ -152,13 +161,15 @@ class Publisher:
 
     def _take_owed(self, capture: _Capture) -> None:
         assert capture.owed_by is not None, "it has been taken"
-        if not self._prefixes.wants(capture.tokens, capture.kind, namespace=capture.sequence.namespace):
-            self.forget_owed(capture.owed_by)  # an equal answer's has been published
-            return
-        slot, capture.owed_by = capture.owed_by, None
+        slot = capture.owed_by
         try:
+            if not self._prefixes.wants(capture.tokens, capture.kind, namespace=capture.sequence.namespace):
+                self.forget_owed(slot)  # an equal answer's has been published, or no tier takes any now
+                return
+            capture.owed_by = None
             capture.parts = self._pipeline.capture(slot, later=True)
         except Exception as error:  # of this snapshot alone, unless a stage is lost: the engine goes on
+            capture.owed_by = None
             capture.parts.set_exception(error)
             if isinstance(error, StageLost):
                 raise
