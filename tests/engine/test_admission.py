@@ -38,6 +38,14 @@ def engine_over(stage: Any, grid: int = 64) -> Engine:
     return Engine(Pipeline([stage]), PrefixCache(local_tiers(1 << 28)), EngineSettings(context=2048, grid=grid)).start()
 
 
+def engine_on_disk(lab: Lab, folder: Path, slots: int, pages: int) -> tuple[Engine, DiskStore]:
+    """One that starts on what an earlier one has left, and its disk."""
+    disk = DiskStore(folder, "f" * 64, 1 << 30)
+    cache = PrefixCache(local_tiers(1 << 28, disk))
+    pipeline = Pipeline([lab.stage(slots=slots, pages=pages)])
+    return Engine(pipeline, cache, EngineSettings(context=2048, grid=64)).start(), disk
+
+
 def at_tokens(acts: dict[int, Callable[[], object]]) -> Callable[[int], bool]:
     """A stop predicate that never stops, and acts on the engine's own thread when the n-th token is drawn."""
     seen: list[int] = []
@@ -368,10 +376,8 @@ def test_snapshots_of_those_who_come_in_later_are_read_before_the_first_step(
     expected = [Answer(before, prompt).tokens for prompt in prompts]
     before.stop()
 
-    disk = DiskStore(tmp_path, "f" * 64, 1 << 30)
-    pipeline = Pipeline([lab.stage(slots=AT_FIRST + 2 + read, pages=400)])
-    settings = EngineSettings(context=2048, grid=64)
-    engine = Engine(pipeline, PrefixCache(local_tiers(1 << 28, disk)), settings).start()
+    engine, disk = engine_on_disk(lab, tmp_path, slots=AT_FIRST + 2 + read, pages=400)
+    pipeline = engine.pipeline
     in_ram = Prompt(random_tokens(150, 60))
     Answer(engine, in_ram).wait()
     asked, load, forward, at_first = list[str](), disk.load, pipeline.forward, list[tuple[int, int, int]]()
@@ -431,12 +437,7 @@ def test_behind_a_request_that_waits_for_pages_nothing_is_read_for_those_who_com
     for prompt in prompts:
         Answer(before, prompt).wait()
     before.stop()
-    disk = DiskStore(tmp_path, "f" * 64, 1 << 30)
-    engine = Engine(
-        Pipeline([lab.stage(slots=8, pages=12)]),
-        PrefixCache(local_tiers(1 << 28, disk)),
-        EngineSettings(context=2048, grid=64),
-    ).start()
+    engine, disk = engine_on_disk(lab, tmp_path, slots=8, pages=12)
     large, asked, load = Prompt(random_tokens(600, 2)), list[str](), disk.load
     Answer(engine, large).wait()  # known, so that all of it must fit at once
     disk.load = lambda id: (asked.append(id), load(id))[1]  # type: ignore[method-assign]
@@ -461,12 +462,7 @@ def test_all_reads_from_disk_begin_before_a_slot_is_filled(lab: Lab, tmp_path: P
     before = lab.engine(tmp_path)
     expected = [Answer(before, prompt).tokens for prompt in prompts]
     before.stop()
-    disk = DiskStore(tmp_path, "f" * 64, 1 << 30)
-    engine = Engine(
-        Pipeline([lab.stage(slots=4, pages=400)]),
-        PrefixCache(local_tiers(1 << 28, disk)),
-        EngineSettings(context=2048, grid=64),
-    ).start()
+    engine, disk = engine_on_disk(lab, tmp_path, slots=4, pages=400)
     Answer(engine, prompts[0]).wait()  # from now on in RAM
     asked, load, restore, counts = list[str](), disk.load, engine.pipeline.restore, list[int]()
     disk.load = lambda id: (asked.append(id), load(id))[1]  # type: ignore[method-assign]

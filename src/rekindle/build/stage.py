@@ -120,7 +120,7 @@ def load_stage(
     with ExitStack() as loading:
         if device.type == "cuda":
             loading.enter_context(torch.cuda.device(device))  # kernels pack the weights, on the current device
-            watch_first_launches()  # imports Triton, before threads do: of two that import it together one finds a part
+            watch_first_launches()  # imports Triton before threads do: two at once may find it half imported
             loading.enter_context(compiling_ahead(_compile_job(file, config), on_kernels))
         with preparing_launches() if device.type == "cuda" else nullcontext():
             span = load_span(file, config.span, device, dtype, on_progress, experts)

@@ -93,7 +93,7 @@ class Admission:
                     continue
                 self._looked.add(sequence.request.id)
                 if needed:
-                    self._restorer.read_ahead(sequence)
+                    self._restorer.read(sequence)
 
     def _fill_slots(self, firsts: Firsts, most: int | None) -> None:
         """In order of the line. A sequence that waits for the disk keeps a slot free, and the next may go before it. A

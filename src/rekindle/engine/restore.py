@@ -101,10 +101,6 @@ class Restorer:
         kept = self._roster.kept.known_length(sequence.key, sequence.namespace)
         return self._prefixes.must_be_read(sequence.key, sequence.namespace, beyond=kept)
 
-    def read_ahead(self, sequence: Sequence) -> None:
-        """It gets no slot yet: its snapshot is read while others come into theirs."""
-        self._read(sequence)
-
     def take_loaded(self, sequence: Sequence) -> None:
         """Its snapshot has been read; raises what kept the loader from reading. A sequence that ended is let be."""
         if isinstance(sequence.state, Loading):
@@ -201,10 +197,11 @@ class Restorer:
         if found is not None:
             self._roster.keep_found(sequence, found)
             return found
-        self._read(sequence)
+        self.read(sequence)
         return None
 
-    def _read(self, sequence: Sequence) -> None:
+    def read(self, sequence: Sequence) -> None:
+        """It gets no slot yet: its snapshot is read while others come into theirs."""
         reading = self._loader.load(sequence.key, sequence.namespace)
         self._roster.load(sequence, reading)
         reading.add_done_callback(lambda _: self._on_loaded(sequence))

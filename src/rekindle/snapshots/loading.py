@@ -214,8 +214,8 @@ class Loader:
     def _shares(self, runs: int) -> list[range]:
         """Of so many runs, what readers read at once. Beside other loads all readers have work, and take several: after
         each they wait for the interpreter's lock."""
-        others = self._under_way.count - 1
-        parts = min(runs, max(1, READERS // (others + 1))) if others else runs
+        loads = self._under_way.count
+        parts = runs if loads == 1 else min(runs, max(1, READERS // loads))
         return [range(runs * part // parts, runs * (part + 1) // parts) for part in range(parts)]
 
     def _read_own(
